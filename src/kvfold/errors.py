@@ -1,0 +1,42 @@
+"""Every error that kvfold raises on purpose.
+
+Each message says which rule was broken, what was received and what to do about it, so that a
+caller can show it as it stands. All are `KvfoldError`, and also the built-in class that a caller
+who has never heard of kvfold would catch.
+"""
+
+
+class KvfoldError(Exception):
+    """Base of every error that kvfold raises at its boundary."""
+
+
+class UnsupportedModelError(KvfoldError, TypeError):
+    """The model, its dtype or its attention implementation is not one that kvfold can fold."""
+
+
+class PlanError(KvfoldError, ValueError):
+    """A plan is malformed, or does not fit the model that it is meant for."""
+
+
+class AttachError(KvfoldError, RuntimeError):
+    """An add-on can't be attached to, or used on, this model in its present state."""
+
+
+class CacheError(KvfoldError, RuntimeError):
+    """A cache was asked for something that a folded cache can't give."""
+
+
+class CorpusError(KvfoldError, ValueError):
+    """The calibration or evaluation text is missing, empty, unreadable or too short."""
+
+
+class FitError(KvfoldError, RuntimeError):
+    """A fit can't go on: non-finite activations, a checkpoint of another job, or the like."""
+
+
+class AddOnError(KvfoldError, ValueError):
+    """An add-on's files are missing, damaged, unsafe, or belong to another model."""
+
+
+class MissingExtraError(KvfoldError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""

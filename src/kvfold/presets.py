@@ -1,0 +1,176 @@
+"""Plans by name, made to fit any supported model.
+
+The numbers that decide what a preset costs stand at the top. The upper half of a model starts at
+layer `num_layers // 2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from kvfold.anatomy import Anatomy
+from kvfold.errors import PlanError
+from kvfold.plan import Plan
+
+GROUP_DENSE = 5
+"""Layers of a group where every layer attends."""
+
+GROUP_HYBRID = 4
+"""Attention layers of a group in hybrids, whose few attention layers differ more."""
+
+LATENT_TIMES_SMALLER = 10
+BALANCED_TIMES_SMALLER = 4
+RANK_MULTIPLE = 16
+
+CARD_LAYERS = 32
+CARD_ATTENTION_LAYERS = tuple(range(3, 32, 4))
+CARD_SPLIT = 16
+CARD_SOURCE = 19
+CARD_READERS = (23, 27, 31)
+CARD_RESIDUAL_HIDDEN = 1536
+
+
+def preset(name: str, anatomy: Anatomy) -> Plan:
+    """The plan of that name for a model; `PRESETS` lists the names.
+
+    Raises `PlanError` for an unknown name or a model with too few full-attention layers.
+    """
+    make = PRESETS.get(name)
+    if make is None:
+        raise PlanError(f"a preset is one of {', '.join(PRESETS)}; got {name!r}")
+    plan = make(anatomy)
+    plan.check(anatomy)
+    return plan
+
+
+def _ced(anatomy: Anatomy) -> Plan:
+    """Every upper layer from the hidden state at the middle."""
+    layers = _upper_layers(anatomy, "ced", at_least=1)
+    return _plan({"method": "ced", "split": _middle(anatomy), "layers": layers})
+
+
+def _csa2(anatomy: Anatomy) -> Plan:
+    """The upper layers in groups, each read from its first layer."""
+    layers = _upper_layers(anatomy, "csa2", at_least=2)
+    groups = _groups(layers, _group_size(anatomy))
+    return _plan(
+        *({"method": "csa2", "source": group[0], "readers": group[1:]} for group in groups)
+    )
+
+
+def _ced_csa2(anatomy: Anatomy) -> Plan:
+    """The first card: one source layer from the hidden state, the layers above read from it."""
+    if _has_card_shape(anatomy):
+        return _card()
+    source, *readers = _upper_layers(anatomy, "ced-csa2", at_least=2)
+    return _plan(
+        {"method": "ced", "split": _middle(anatomy), "layers": [source]},
+        {"method": "csa2", "source": source, "readers": readers},
+    )
+
+
+def _card() -> Plan:
+    ced = {
+        "method": "ced",
+        "split": CARD_SPLIT,
+        "layers": [CARD_SOURCE],
+        "bias": False,
+        "normalize": False,
+    }
+    csa2 = {
+        "method": "csa2",
+        "source": CARD_SOURCE,
+        "readers": list(CARD_READERS),
+        "form": "separate",
+        "bias": False,
+        "residual_hidden": CARD_RESIDUAL_HIDDEN,
+    }
+    return _plan(ced, csa2, anchors=0, window=0)
+
+
+def _latent(anatomy: Anatomy) -> Plan:
+    """One code for all upper layers."""
+    layers = _upper_layers(anatomy, "latent", at_least=1)
+    return _plan(_latent_entry(anatomy, layers, LATENT_TIMES_SMALLER))
+
+
+def _balanced(anatomy: Anatomy) -> Plan:
+    """Every attention layer of the model, in groups with a code each."""
+    layers = list(anatomy.foldable_layers)
+    _require(layers, "balanced", "the model", at_least=1)
+    groups = _groups(layers, _group_size(anatomy))
+    return _plan(*(_latent_entry(anatomy, group, BALANCED_TIMES_SMALLER) for group in groups))
+
+
+def _identity(anatomy: Anatomy) -> Plan:
+    """Every attention layer keeps its own history: the exact no-op."""
+    layers = list(anatomy.foldable_layers)
+    _require(layers, "identity", "the model", at_least=1)
+    return _plan({"method": "identity", "layers": layers})
+
+
+PRESETS: Mapping[str, Callable[[Anatomy], Plan]] = MappingProxyType(
+    {
+        "balanced": _balanced,
+        "latent": _latent,
+        "ced": _ced,
+        "csa2": _csa2,
+        "ced-csa2": _ced_csa2,
+        "identity": _identity,
+    }
+)
+"""Each preset's name and what makes its plan."""
+
+
+def _plan(*depth: dict[str, Any], **settings: Any) -> Plan:
+    return Plan.from_dict({"depth": list(depth), **settings})
+
+
+def _middle(anatomy: Anatomy) -> int:
+    return anatomy.num_layers // 2
+
+
+def _group_size(anatomy: Anatomy) -> int:
+    return GROUP_HYBRID if anatomy.is_hybrid else GROUP_DENSE
+
+
+def _upper_layers(anatomy: Anatomy, name: str, *, at_least: int) -> list[int]:
+    layers = [layer for layer in anatomy.foldable_layers if layer >= _middle(anatomy)]
+    _require(layers, name, f"the model's upper half (from layer {_middle(anatomy)})", at_least)
+    return layers
+
+
+def _require(layers: list[int], name: str, where: str, at_least: int) -> None:
+    if len(layers) < at_least:
+        raise PlanError(
+            f"the preset {name} needs at least {at_least} full-attention layers in {where}; it "
+            f"has {len(layers)}: {layers}; choose another preset, or write a plan"
+        )
+
+
+def _groups(layers: list[int], size: int) -> list[list[int]]:
+    """Consecutive groups of `size`; a last layer left alone joins the group before it."""
+    groups = [layers[start : start + size] for start in range(0, len(layers), size)]
+    if len(groups) > 1 and len(groups[-1]) == 1:
+        groups[-2:] = [groups[-2] + groups[-1]]
+    return groups
+
+
+def _latent_entry(anatomy: Anatomy, layers: list[int], times_smaller: int) -> dict[str, Any]:
+    width = 2 * sum(anatomy.layers[layer].kv_width for layer in layers)
+    multiples = round(width / times_smaller / RANK_MULTIPLE)
+    return {
+        "method": "latent",
+        "layers": layers,
+        "rank": min(width, max(1, multiples) * RANK_MULTIPLE),
+    }
+
+
+def _has_card_shape(anatomy: Anatomy) -> bool:
+    return (
+        anatomy.is_hybrid
+        and anatomy.num_layers == CARD_LAYERS
+        and anatomy.foldable_layers == CARD_ATTENTION_LAYERS
+    )

@@ -1,0 +1,298 @@
+"""Attaching an add-on to a model, and taking it off again.
+
+`attach` replaces forwards on instances only: the decoder's, to open and commit steps and to run
+long folded prompts in chunks, and those of the folded attention modules. Nothing of a class or of
+transformers itself is touched, and `detach` leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.anatomy import (
+    Anatomy,
+    anatomy,
+    attention_module,
+    rotary,
+    supported_attention,
+    text_decoder,
+)
+from kvfold.errors import AttachError, PlanError
+from kvfold.methods import DepthMethod, Source
+from kvfold.plan import Plan
+from kvfold.runtime.attention import NewTokens, attend
+from kvfold.runtime.cache import FoldedCache
+from kvfold.runtime.forward import DecoderForward
+from kvfold.runtime.layer import FoldedAttention
+from kvfold.runtime.reading import choose_readings, free_memory
+from kvfold.runtime.schedule import Schedule, Step
+
+_MARK = "_kvfold_attachment"
+
+
+class AddOnLike(Protocol):
+    """What can be attached: a plan, its fitted methods, and a check of the base model."""
+
+    plan: Plan
+    methods: nn.ModuleList
+
+    def check_base(self, model: Any) -> None:
+        """Raise `AddOnError` unless `model` is the base the add-on was made for."""
+
+
+def attach(model: Any, addon: AddOnLike, *, plan: Plan | None = None) -> Attachment:
+    """Fold a model's cache with an add-on until `detach`, or until the `with` block ends.
+
+    plan: run the same methods under another anchors, window, prefill_attention or resident than
+    the add-on's own plan. Raises `AddOnError` for another base model, `AttachError` if something
+    is attached already or dtypes or devices differ, `PlanError` if the window is too short or the
+    reading impossible, `UnsupportedModelError` for an attention implementation that can't be
+    folded. The model is only changed once all checks have passed.
+    """
+    return Attachment(model, addon, plan or addon.plan)
+
+
+class Attachment:
+    """An add-on on a model. Use as a context manager, or call `detach`."""
+
+    def __init__(self, model: Any, addon: AddOnLike, plan: Plan) -> None:
+        self.model = model
+        self.plan = plan
+        self.anatomy: Anatomy = anatomy(model)
+        self.decoder: Any = text_decoder(model)
+        self._check(addon)
+        self.schedule = Schedule(plan.anchors, plan.window)
+        self.methods: list[DepthMethod] = list(addon.methods)  # type: ignore[arg-type]
+        readings = choose_readings(
+            plan,
+            self.methods,
+            self.anatomy,
+            free_bytes=free_memory(model.device),
+            element_size=model.dtype.itemsize,
+        )
+        self.resident: dict[int, str] = dict(sorted(readings.items()))
+        self.folds = [
+            FoldedAttention(
+                layer,
+                attention_module(model, layer),
+                self.anatomy.family,
+                self.anatomy.layers[layer],
+                method,
+                readings[layer],
+            )
+            for method in self.methods
+            for layer in method.layers
+        ]
+        self.cache: FoldedCache | None = None
+        self.activations: dict[Source, Tensor] = {}
+        self._rotary: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._restore: list[tuple[nn.Module, Any]] = []
+        self._hooks: list[Any] = []
+        self._patch()
+
+    def _check(self, addon: AddOnLike) -> None:
+        if getattr(self.decoder.forward, _MARK, None) is not None:
+            raise AttachError(
+                "an add-on is attached to this model already; detach it first (leave its with "
+                "block, or call detach())"
+            )
+        supported_attention(self.model)
+        addon.check_base(self.model)
+        self.plan.check(self.anatomy)
+        if self.plan.folded_layers != addon.plan.folded_layers:
+            raise PlanError(
+                f"the add-on's methods serve layers {list(addon.plan.folded_layers)}, but the "
+                f"plan names {list(self.plan.folded_layers)}; change only anchors, window, "
+                "prefill_attention and resident"
+            )
+        for parameter in addon.methods.parameters():
+            if parameter.dtype != self.model.dtype or parameter.device != self.model.device:
+                raise AttachError(
+                    "add-on and model must have one dtype and device; the add-on is in "
+                    f"{parameter.dtype} on {parameter.device}, the model in {self.model.dtype} on "
+                    f"{self.model.device}; use addon.to(model.dtype, model.device)"
+                )
+
+    def _patch(self) -> None:
+        decoder_forward = DecoderForward(self, self.decoder.forward)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return decoder_forward(*args, **kwargs)
+
+        setattr(forward, _MARK, self)
+        self._replace(self.decoder, forward)
+        for fold in self.folds:
+            self._replace(fold.module, _attention_forward(self, fold))
+        splits = {s.layer for m in self.methods for s in m.inputs if s.kind == "hidden"}
+        for split in sorted(splits):
+            hook = self._publish_hidden(split)
+            layer = self.decoder.layers[split]
+            self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _replace(self, module: nn.Module, forward: Any) -> None:
+        self._restore.append((module, module.__dict__.get("forward")))
+        module.forward = forward
+
+    def _publish_hidden(self, split: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self.publish({Source("hidden", split): hidden})
+
+        return hook
+
+    def publish(self, found: dict[Source, Tensor]) -> None:
+        """Take activations of the current step and encode every code that they complete."""
+        if self.cache is None or self.cache.step is None:
+            raise AttachError(
+                "a layer of an attached model was run on its own; call the model, or detach first"
+            )
+        self.activations.update(found)
+        for method in self.methods:
+            if any(source in found for source in method.inputs):
+                self.cache.publish(self.activations, method)
+
+    def rotary_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at consecutive positions (rows, seq), remembered for one step."""
+        if positions.shape[0] > 1:
+            return rotary(self.model, self.anatomy.family, positions, self._like())
+        key = (int(positions[0, 0]), positions.shape[1], 0)
+        if key not in self._rotary:
+            made = rotary(self.model, self.anatomy.family, positions, self._like())
+            self._rotary[key] = made
+        return self._rotary[key]
+
+    def _like(self) -> Tensor:
+        return torch.empty(0, dtype=self.model.dtype, device=self.model.device)
+
+    def open(self, cache: FoldedCache, step: Step, *, record: bool) -> None:
+        """Begin a step of one chunk (the decoder's forward calls it).
+
+        record: keep every code of the step in `cache.recorded`, and fold nothing.
+        """
+        cache.begin(step, record=record)
+        self.cache = cache
+        self.activations = {}
+        self._rotary = {}
+        if cache.given is not None:
+            for method in self.methods:
+                cache.publish({}, method)
+
+    def close(self, *, done: bool) -> None:
+        """End the step: commit it if the forward came through."""
+        cache, self.cache = self.cache, None
+        self.activations = {}
+        if done and cache is not None:
+            cache.commit(self.rotary_at)
+        self._rotary = {}
+
+    def new_cache(self, *, given: dict[int, Tensor] | None = None) -> FoldedCache:
+        """An empty cache for the attached model."""
+        return FoldedCache(self.folds, self.schedule, self.model.config, owner=self, given=given)
+
+    @property
+    def needs_window(self) -> bool:
+        """Whether some method's codes exist only after its own layers have run."""
+        return any(method.needs_window for method in self.methods)
+
+    @property
+    def exits_lag(self) -> bool:
+        """Whether folded prompts must run in chunks no longer than the window."""
+        return any(method.needs_window and method.code_width for method in self.methods)
+
+    def hidden_states(
+        self, input_ids: Tensor, *, history: Literal["folded", "exact"] = "folded"
+    ) -> Tensor:
+        """Final hidden states in which each position sees what a decode step there would see.
+
+        input_ids: (batch, seq), without padding; result: (batch, seq, hidden), after the final
+        norm. history="folded" runs one folded prefill. history="exact" first runs the plain model
+        and takes the history's codes from it, as after an exact prefill, then scores against
+        them.
+        """
+        given = self._codes_of_exact_pass(input_ids) if history == "exact" else None
+        cache = self.new_cache(given=given)
+        with torch.no_grad():
+            output = self.decoder(input_ids=input_ids, use_cache=True, kvfold_cache=cache)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def _codes_of_exact_pass(self, input_ids: Tensor) -> dict[int, Tensor]:
+        cache = self.new_cache()
+        with torch.no_grad():
+            self.decoder(
+                input_ids=input_ids, use_cache=True, kvfold_cache=cache, kvfold_record=True
+            )
+        assert cache.recorded is not None
+        return cache.recorded
+
+    def detach(self) -> None:
+        """Give the model back as it was. Does nothing if that has happened already."""
+        for hook in self._hooks:
+            hook.remove()
+        for module, before in reversed(self._restore):
+            if before is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = before
+        self._hooks, self._restore = [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+
+def _attention_forward(attachment: Attachment, fold: FoldedAttention) -> Any:
+    """The forward that stands in for a folded layer's attention module."""
+
+    def forward(
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        assert position_embeddings is not None
+        made = fold.family.project(fold.module, hidden_states)
+        attachment.publish(
+            {
+                Source("keys", fold.index): _flat(made.keys),
+                Source("values", fold.index): _flat(made.values),
+            }
+        )
+        cache = attachment.cache
+        assert cache is not None and cache.step is not None
+        cos, sin = position_embeddings
+        new = NewTokens(
+            fold.finish_queries(made.queries, cos, sin),
+            fold.finish_keys(made.keys, cos, sin),
+            made.values,
+        )
+        layer, step = cache.folded_layer(fold.index), cache.step
+        store = cache.stores.get(id(fold.method))
+        layer.prepare(new.keys, new.values)
+        if step.folded and store is not None and step.most_exits:
+            layer.write_slots(step, store.exits(step), *attachment.rotary_at(step.exit_positions()))
+        mixed = attend(fold, layer, store, step, new, attachment.rotary_at)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        if made.gate is not None:
+            mixed = mixed * torch.sigmoid(made.gate)
+        return fold.module.o_proj(mixed), None
+
+    forward.__signature__ = inspect.signature(fold.module.forward)  # type: ignore[attr-defined]
+    return forward
+
+
+def _flat(x: Tensor) -> Tensor:
+    """(batch, kv_heads, seq, head_dim) to (batch, seq, kv_heads * head_dim)."""
+    return x.transpose(1, 2).flatten(2)

@@ -1,0 +1,229 @@
+"""The forward that stands in for an attached model's decoder.
+
+It takes the caller's cache argument under either of its names, works out which columns are tokens
+and at which positions, cuts long folded prompts into chunks, and opens and commits one step a
+chunk. The decoder's own forward then runs unchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvfold.errors import AttachError, PlanError
+from kvfold.runtime.cache import FoldedCache
+from kvfold.runtime.schedule import Step
+
+if TYPE_CHECKING:
+    from kvfold.runtime.attach import Attachment
+
+CACHE_NAMES = ("cache", "past_key_values")
+PREFILL_CHUNK = 512
+"""Tokens of a folded prompt that run at once; bounds memory, and masks made by transformers."""
+
+
+class DecoderForward:
+    """Callable in place of `decoder.forward`; `original` is the decoder's own."""
+
+    def __init__(self, attachment: Attachment, original: Any) -> None:
+        self.attachment = attachment
+        self.original = original
+        parameters = inspect.signature(original).parameters
+        self.cache_name = next(name for name in CACHE_NAMES if name in parameters)
+        self.order = list(parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs.update(zip(self.order, args, strict=False))
+        self._refuse(kwargs)
+        use_cache = kwargs.pop("use_cache", None)
+        if use_cache is None:
+            use_cache = bool(getattr(self.attachment.decoder.config, "use_cache", True))
+        record = bool(kwargs.pop("kvfold_record", False))
+        cache = self._cache(kwargs)
+        attention_mask = kwargs.pop("attention_mask", None)
+        position_ids = kwargs.pop("position_ids", None)
+        inputs = {n: kwargs.pop(n, None) for n in ("input_ids", "inputs_embeds")}
+        shape = next(x for x in inputs.values() if x is not None).shape
+        batch, columns = int(shape[0]), int(shape[1])
+        tokens = _tokens(attention_mask, batch, columns, cache)
+        self._refuse_inner_pads(tokens, cache)
+        outputs = []
+        with torch.no_grad():
+            for start, stop in self._chunks(columns, cache, record):
+                chunk = {n: None if x is None else x[:, start:stop] for n, x in inputs.items()}
+                mask = attention_mask
+                if mask is not None:
+                    mask = mask[:, : mask.shape[1] - columns + stop]
+                outputs.append(
+                    self._run(
+                        {**kwargs, **chunk},
+                        cache,
+                        mask,
+                        tokens[:, start:stop],
+                        position_ids if position_ids is None else position_ids[..., start:stop],
+                        record,
+                    )
+                )
+        return self._joined(outputs, cache if use_cache else None)
+
+    def _refuse(self, kwargs: dict[str, Any]) -> None:
+        if self.attachment.decoder.training:
+            raise AttachError(
+                "an attached model only runs inference; call model.eval() first (training goes "
+                "through kvfold's own fitting)"
+            )
+        config = self.attachment.decoder.config
+        if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+            raise AttachError(
+                "output_attentions can't be had while an add-on is attached, since folded "
+                "attention never forms the weights; detach first"
+            )
+
+    def _refuse_inner_pads(self, tokens: Tensor, cache: FoldedCache) -> None:
+        others = {layer.kind for layer in self.attachment.anatomy.layers} - {"full_attention"}
+        inner = any(
+            seen and not bool(row.all()) for seen, row in zip(cache.rows, tokens, strict=False)
+        )
+        if others and inner:
+            raise AttachError(
+                "rows of a batch that goes on must get equally many new tokens on a model with "
+                f"{' and '.join(sorted(others))} layers, whose own states and windows count pads "
+                "between tokens; run the rows apart, or one turn at a time"
+            )
+
+    def _cache(self, kwargs: dict[str, Any]) -> FoldedCache:
+        passed = [kwargs.pop(name, None) for name in (*CACHE_NAMES, "kvfold_cache")]
+        given: Any = next((cache for cache in passed if cache is not None), None)
+        if given is None or (
+            isinstance(given, Cache)
+            and not isinstance(given, FoldedCache)
+            and given.get_seq_length() == 0
+        ):
+            given = self.attachment.new_cache()
+        if not isinstance(given, FoldedCache):
+            raise AttachError(
+                f"the cache of an attached model must be a FoldedCache; got {type(given).__name__} "
+                "with tokens in it; use attachment.new_cache(), or pass no cache"
+            )
+        if given.owner is not self.attachment:
+            raise AttachError(
+                "this cache belongs to another attachment; a cache can only go on with the "
+                "attachment that made it"
+            )
+        return given
+
+    def _chunks(
+        self, columns: int, cache: FoldedCache, record: bool
+    ) -> list[tuple[int, int]]:
+        plan = self.attachment.plan
+        size = max(1, columns)
+        if not record and (plan.prefill_attention == "folded" or cache.given is not None):
+            size = PREFILL_CHUNK
+            if self.attachment.exits_lag and cache.given is None:
+                size = min(size, max(1, plan.window))
+        return [(start, min(start + size, columns)) for start in range(0, columns, size)]
+
+    def _run(
+        self,
+        kwargs: dict[str, Any],
+        cache: FoldedCache,
+        attention_mask: Tensor | None,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        record: bool,
+    ) -> Any:
+        attachment = self.attachment
+        if cache.given is None and not record and attachment.needs_window and (
+            attachment.plan.window < 1
+        ):
+            raise PlanError(
+                "this plan needs a window of at least 1: its codes exist only after their own "
+                "layers have run, so a token can't see itself through them; got window=0"
+            )
+        folded = attachment.plan.prefill_attention == "folded" or cache.given is not None
+        new = tokens.shape[1]
+        counts = [int(n) for n in tokens.sum(dim=1).tolist()]
+        step = Step(
+            attachment.schedule,
+            cache.rows or [0] * tokens.shape[0],
+            new,
+            counts,
+            folded=(folded or new == 1) and not record,
+            device=attachment.model.device,
+        )
+        _check_positions(position_ids, step)
+        attachment.open(cache, step, record=record)
+        done = False
+        try:
+            positions = step.positions.clamp_min(0)
+            output = self.original(
+                attention_mask=attention_mask,
+                position_ids=positions.expand(tokens.shape[0], -1),
+                use_cache=True,
+                **{self.cache_name: cache},
+                **kwargs,
+            )
+            done = True
+        finally:
+            attachment.close(done=done)
+        return output
+
+    def _joined(self, outputs: list[Any], cache: FoldedCache | None) -> Any:
+        first = outputs[0]
+        if len(outputs) > 1:
+            first.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], dim=1)
+            if getattr(first, "hidden_states", None) is not None:
+                states = zip(*(o.hidden_states for o in outputs), strict=True)
+                first.hidden_states = tuple(torch.cat(layer, dim=1) for layer in states)
+        first[self.cache_name] = cache
+        return first
+
+
+def _tokens(
+    attention_mask: Tensor | None, batch: int, columns: int, cache: FoldedCache
+) -> Tensor:
+    """Which of the new columns are tokens, (batch, columns) bool on the CPU."""
+    if cache.rows and len(cache.rows) != batch:
+        raise AttachError(
+            f"the cache holds {len(cache.rows)} rows, but the input has {batch}; use one cache "
+            "for each batch"
+        )
+    if attention_mask is None:
+        return torch.ones(batch, columns, dtype=torch.bool)
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        raise AttachError(
+            "attention_mask must be (batch, columns) of 0 and 1 while an add-on is attached, "
+            f"since folded layers make their own masks; got {_describe(attention_mask)}"
+        )
+    expected = cache.columns + columns
+    if attention_mask.shape != (batch, expected):
+        raise AttachError(
+            f"attention_mask must cover the {cache.columns} columns in the cache and the "
+            f"{columns} new ones: ({batch}, {expected}); got {tuple(attention_mask.shape)}"
+        )
+    tokens = attention_mask[:, -columns:].to("cpu", torch.bool)
+    if bool((tokens[:, :-1] & ~tokens[:, 1:]).any()):
+        raise AttachError(
+            "pads must lie to the left of the new tokens of every row; got a pad after a token "
+            "(set tokenizer.padding_side = 'left')"
+        )
+    return tokens
+
+
+def _describe(mask: Any) -> str:
+    return f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+
+
+def _check_positions(position_ids: Tensor | None, step: Step) -> None:
+    if position_ids is None:
+        return
+    ours = step.positions
+    if bool(((position_ids - ours) * step.valid != 0).any()):
+        raise AttachError(
+            "position_ids must count each row's real tokens from 0 (pads excluded) while an "
+            "add-on is attached; leave position_ids out, or correct them"
+        )

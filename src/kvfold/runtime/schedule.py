@@ -1,0 +1,249 @@
+"""Which token is where: the integers of folding, apart from any tensor of a model.
+
+With n seen tokens of a row, anchors A, window W and r tokens a slot, `b(n) = A + r * floor(max(0,
+n - A - W) / r)`: anchors are [0, A), history is [A, b), the window is [b, n). A query at position
+t has seen n = t + 1 tokens, its own included. Positions count a row's real tokens; pads have
+none.
+
+A layer's exact keys live in one buffer: the A anchors first, then a ring of R = W + r - 1 places
+in which position p has place `A + (p - A) mod R`, then (where history is expanded) the slots in
+order. `Step` works out, once per forward and for all layers, what goes where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """anchors A, window W and group r (tokens a slot)."""
+
+    anchors: int
+    window: int
+    group: int = 1
+
+    @property
+    def ring_size(self) -> int:
+        """R: the most tokens that can be in the window at once."""
+        return self.window + self.group - 1
+
+    @property
+    def exact_size(self) -> int:
+        """Places for exact tokens: anchors and ring."""
+        return self.anchors + self.ring_size
+
+    def folded_until(self, seen: int) -> int:
+        """b(n): positions below it (and from A on) are history."""
+        return self.anchors + self.group * (
+            max(0, seen - self.anchors - self.window) // self.group
+        )
+
+    def folded_until_each(self, seen: Tensor) -> Tensor:
+        """b(n) elementwise."""
+        beyond = (seen - self.anchors - self.window).clamp_min(0)
+        return self.anchors + self.group * beyond.div(self.group, rounding_mode="floor")
+
+    def slots(self, seen: int) -> int:
+        """How many slots n seen tokens have made."""
+        return (self.folded_until(seen) - self.anchors) // self.group
+
+
+@dataclass(frozen=True)
+class Write:
+    """Where values of a step go in a buffer: both (batch, heads, places, width).
+
+    With rows=None all rows alike, source and target being slices or index vectors; else one
+    entry of rows, source and target for each value that is written.
+    """
+
+    source: slice | Tensor
+    target: slice | Tensor
+    rows: Tensor | None = None
+
+    def apply(self, buffer: Tensor, values: Tensor) -> None:
+        """Copy the values into the buffer in place."""
+        if self.rows is not None:
+            buffer[self.rows, :, self.target] = values[self.rows, :, self.source]
+        elif isinstance(self.target, slice):
+            buffer[:, :, self.target] = values[:, :, self.source]
+        else:
+            buffer.index_copy_(2, self.target, values[:, :, self.source])
+
+
+class Step:
+    """One forward of `new` columns on a cache that has seen `before` tokens of each row.
+
+    valid: (batch, new) bool, or None if every column is a token; pads must lie to the left.
+    folded: whether queries see what a decode step at their place would (else the prompt's own
+    exact keys). uniform: whether all rows are alike, so that row axes can have size 1.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        before: Sequence[int],
+        new: int,
+        counts: Sequence[int],
+        *,
+        folded: bool,
+        device: torch.device,
+    ) -> None:
+        self.schedule = schedule
+        self.before = list(before)
+        self.new = new
+        self.after = [seen + count for seen, count in zip(before, counts, strict=True)]
+        self.folded = folded
+        self.device = device
+        self.uniform = len(set(self.before)) == 1 and all(count == new for count in counts)
+        self.rows = range(1) if self.uniform else range(len(self.before))
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.long, device=self.device)
+
+    @property
+    def most_pads(self) -> int:
+        """The most columns of this step that are no token of their row."""
+        return max(self.new - self.after[row] + self.before[row] for row in self.rows)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of each column, (rows, new); below the row's first new position for pads."""
+        last = self._tensor([self.after[row] for row in self.rows])
+        columns = torch.arange(self.new, device=self.device)
+        return last[:, None] - self.new + columns
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """Which columns are tokens, (rows, new)."""
+        first = self._tensor([self.before[row] for row in self.rows])
+        return self.positions >= first[:, None]
+
+    @cached_property
+    def horizon(self) -> Tensor:
+        """For each query the position where its window begins, (rows, new): b(t + 1) or b(n)."""
+        if self.folded:
+            return self.schedule.folded_until_each(self.positions + 1)
+        starts = [self.schedule.folded_until(self.before[row]) for row in self.rows]
+        return self._tensor(starts)[:, None].expand(-1, self.new)
+
+    def stored_positions(self, *, written: bool) -> Tensor:
+        """Position held by each exact place, -1 if none, (rows, A + R).
+
+        written: after this step's ring write, or before it. Anchors count as written.
+        """
+        a, ring = self.schedule.anchors, self.schedule.ring_size
+        places = torch.arange(a + ring, device=self.device)
+        after = self._tensor([self.after[row] for row in self.rows])[:, None]
+        before = self._tensor([self.before[row] for row in self.rows])[:, None]
+        newest = (after if written else before) - 1
+        in_ring = newest - (newest - places) % ring if ring else places
+        held = torch.where(places < a, places, in_ring)
+        return torch.where((held < after) & ((places < a) | (held >= a)), held, -1)
+
+    @cached_property
+    def most_slots(self) -> int:
+        """Slots that the last query of the longest row sees."""
+        if self.folded:
+            return max(self.schedule.slots(self.after[row]) for row in self.rows)
+        return max(self.schedule.slots(self.before[row]) for row in self.rows)
+
+    @cached_property
+    def exits(self) -> list[range]:
+        """For each row the slots that this step adds."""
+        slots = self.schedule.slots
+        return [range(slots(self.before[row]), slots(self.after[row])) for row in self.rows]
+
+    @cached_property
+    def most_exits(self) -> int:
+        """The most slots that a row gets in this step."""
+        return max(len(span) for span in self.exits)
+
+    def _column(self, row: int, position: int) -> int:
+        return self.new - (self.after[row] - position)
+
+    @cached_property
+    def anchor_write(self) -> Write | None:
+        """New tokens that are anchors."""
+        spans = [
+            range(self.before[row], min(self.after[row], self.schedule.anchors))
+            for row in self.rows
+        ]
+        return self._write(spans, lambda p: p)
+
+    @cached_property
+    def ring_write(self) -> Write | None:
+        """New tokens that stay exact after the step: the last R."""
+        a, ring = self.schedule.anchors, self.schedule.ring_size
+        if ring == 0:
+            return None
+        spans = [
+            range(max(a, self.before[row], self.after[row] - ring), self.after[row])
+            for row in self.rows
+        ]
+        return self._write(spans, lambda p: a + (p - a) % ring)
+
+    @cached_property
+    def pending_write(self) -> Write | None:
+        """As `ring_write`, for a ring that has no anchors before it."""
+        write, a = self.ring_write, self.schedule.anchors
+        if write is None:
+            return None
+        target = write.target
+        if isinstance(target, slice):
+            return Write(write.source, slice(target.start - a, target.stop - a), write.rows)
+        return Write(write.source, target - a, write.rows)
+
+    @cached_property
+    def code_write(self) -> Write | None:
+        """New tokens beyond the anchors, in order, for stores that keep every code."""
+        a = self.schedule.anchors
+        spans = [range(max(a, self.before[row]), self.after[row]) for row in self.rows]
+        return self._write(spans, lambda p: p - a)
+
+    def slot_write(self, offset: int) -> Write | None:
+        """The step's exits, left-aligned, to slots that begin at `offset` of a buffer."""
+        if self.uniform:
+            span = self.exits[0]
+            target = slice(offset + span.start, offset + span.stop)
+            return Write(slice(0, len(span)), target) if span else None
+        entries = [
+            (row, index, offset + slot)
+            for row, span in zip(self.rows, self.exits, strict=True)
+            for index, slot in enumerate(span)
+        ]
+        return self._indexed(entries)
+
+    def _write(self, spans: list[range], place: object) -> Write | None:
+        assert callable(place)
+        if self.uniform:
+            span = spans[0]
+            if not span:
+                return None
+            source = slice(self._column(0, span.start), self._column(0, span.stop))
+            targets = [place(p) for p in span]
+            if targets[-1] - targets[0] == len(targets) - 1:
+                return Write(source, slice(targets[0], targets[-1] + 1))
+            return Write(source, self._tensor(targets))
+        entries = [
+            (row, self._column(row, p), place(p))
+            for row, span in zip(self.rows, spans, strict=True)
+            for p in span
+        ]
+        return self._indexed(entries)
+
+    def _indexed(self, entries: list[tuple[int, int, int]]) -> Write | None:
+        if not entries:
+            return None
+        rows, source, target = (self._tensor(column) for column in zip(*entries, strict=True))
+        return Write(source, target, rows)
+
+    def exit_positions(self) -> Tensor:
+        """Position of each exit, (rows, most_exits), for group=1; padded rows run on."""
+        starts = self._tensor([self.schedule.anchors + span.start for span in self.exits])
+        return starts[:, None] + torch.arange(self.most_exits, device=self.device)

@@ -1,0 +1,311 @@
+"""An add-on: a plan's fitted methods, the base model they belong to, and how well they fit.
+
+On disk it is a folder of two files. `addon.safetensors` holds the weights by their names in the
+plan's methods. `addon.json` holds the format version, the plan, the base model's fingerprint,
+the fit report, library versions, and digests of both files; a changed byte is an error, not
+another model. Nothing in it is ever executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from kvfold.errors import AddOnError, PlanError
+from kvfold.methods import build_methods
+from kvfold.plan import Plan
+from kvfold.store.fingerprint import Fingerprint
+
+FORMAT_VERSION = 1
+WEIGHTS_FILE = "addon.safetensors"
+DESCRIPTION_FILE = "addon.json"
+MAX_DESCRIPTION_BYTES = 64 * 2**20
+MAX_HEADER_BYTES = 16 * 2**20
+AGAIN = "fetch the add-on again, or fit it anew"
+
+
+class AddOn:
+    """A fitted plan, ready to be attached to its base model.
+
+    plan: the plan. methods: one `DepthMethod` per entry, in the order of `build_methods`. base:
+    the model's fingerprint. report: plain data, see `kvfold.fitting.report`.
+    """
+
+    def __init__(
+        self, plan: Plan, methods: nn.ModuleList, base: Fingerprint, report: Mapping[str, Any]
+    ) -> None:
+        self.plan = plan
+        self.methods = methods
+        self.base = base
+        self.report = dict(report)
+
+    @classmethod
+    def untrained(cls, model: Any, plan: Plan) -> AddOn:
+        """The plan's methods with zero weights for a model: for plans that have no weights."""
+        base = Fingerprint.of(model)
+        methods = build_methods(plan, base.anatomy)
+        reference = next(model.parameters())
+        methods.to(device=reference.device, dtype=reference.dtype).requires_grad_(False)
+        return cls(plan, methods, base, {})
+
+    def __repr__(self) -> str:
+        """Base model, methods and size."""
+        names = ", ".join(sorted({str(method.name) for method in self.methods})) or "nothing"
+        return f"AddOn({names} for {self.base.name!r}, {self.parameter_bytes():,} bytes)"
+
+    def to(self, *args: Any, **kwargs: Any) -> AddOn:
+        """Move the weights to a device or dtype, as `nn.Module.to` does; returns itself."""
+        self.methods.to(*args, **kwargs)
+        return self
+
+    def check_base(self, model: Any) -> None:
+        """Raise `AddOnError`, naming both models, unless the add-on belongs to this one."""
+        self.base.check(model)
+
+    def parameter_bytes(self) -> int:
+        """Bytes of the add-on's weights."""
+        return sum(p.numel() * p.element_size() for p in self.methods.parameters())
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the add-on to a folder, whole or not at all.
+
+        An add-on that is there already is replaced in one rename, and other files beside it are
+        kept. Raises `AddOnError` for a path that holds something else.
+        """
+        target = Path(folder)
+        _check_replaceable(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+        try:
+            made.chmod(0o755)
+            if target.exists():
+                own = shutil.ignore_patterns(WEIGHTS_FILE, DESCRIPTION_FILE)
+                shutil.copytree(target, made, ignore=own, dirs_exist_ok=True)
+            self._write(made)
+            _swap(made, target)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def _write(self, folder: Path) -> None:
+        weights = {name: tensor.contiguous().cpu() for name, tensor in _named(self.methods)}
+        save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        description = {
+            "format_version": FORMAT_VERSION,
+            "plan": self.plan.to_dict(),
+            "base": self.base.to_dict(),
+            "report": self.report,
+            "versions": _versions(),
+            "weights_sha256": _file_digest(folder / WEIGHTS_FILE),
+        }
+        description["sha256"] = _description_digest(description)
+        (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=1) + "\n")
+        for name in (WEIGHTS_FILE, DESCRIPTION_FILE):
+            with open(folder / name, "rb") as file:
+                os.fsync(file.fileno())
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> AddOn:
+        """Read an add-on from a folder or a hub id.
+
+        revision: of the hub repository. dtype, device: where to put the weights; as stored and
+        on the CPU by default. Raises `AddOnError` for files that are missing, damaged, of an
+        unknown version, or do not fit their own plan.
+        """
+        folder = _find(name_or_path, revision)
+        description = _read_description(folder / DESCRIPTION_FILE)
+        base = Fingerprint.from_dict(description.get("base"))
+        try:
+            plan = Plan.from_dict(description.get("plan"))
+            with torch.device("meta"):
+                methods = build_methods(plan, base.anatomy)
+        except PlanError as error:
+            raise AddOnError(f"the add-on in {folder} has no valid plan: {error}") from error
+        _load_weights(methods, folder / WEIGHTS_FILE, str(description.get("weights_sha256")))
+        methods.to(device=device, dtype=dtype).requires_grad_(False)
+        return cls(plan, methods, base, description.get("report") or {})
+
+
+def _named(methods: nn.ModuleList) -> list[tuple[str, Tensor]]:
+    """Weights by name; one that two methods share appears once."""
+    return [(name, parameter.detach()) for name, parameter in methods.named_parameters()]
+
+
+def _check_replaceable(target: Path) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise AddOnError(f"an add-on is saved as a folder; {target} is a file; name another path")
+    if any(target.iterdir()) and not (target / DESCRIPTION_FILE).exists():
+        raise AddOnError(
+            f"an add-on may replace only another add-on; {target} holds other files and no "
+            f"{DESCRIPTION_FILE}; name a new or an empty folder"
+        )
+
+
+def _previous(target: Path) -> Path:
+    return target.with_name(f".{target.name}.previous")
+
+
+def _swap(made: Path, target: Path) -> None:
+    """Put a finished folder in place; whatever happens, the old one or the new one is found."""
+    if not target.exists():
+        os.rename(made, target)
+        return
+    previous = _previous(target)
+    shutil.rmtree(previous, ignore_errors=True)
+    os.rename(target, previous)
+    try:
+        os.rename(made, target)
+    except BaseException:
+        os.rename(previous, target)
+        raise
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in ("kvfold", "torch", "transformers", "safetensors"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "unknown"
+    return versions
+
+
+def _file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _description_digest(description: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in description.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _find(name_or_path: str | os.PathLike[str], revision: str | None) -> Path:
+    path = Path(name_or_path)
+    if not path.exists() and _previous(path).is_dir():
+        return _previous(path)  # killed between the two renames of a replacement
+    if path.is_dir():
+        return path
+    name = str(name_or_path)
+    if path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") != 1:
+        raise AddOnError(
+            f"an add-on is a folder with {DESCRIPTION_FILE} and {WEIGHTS_FILE}, or a hub id such "
+            f"as owner/name; there is no such folder as {name}; check the path"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            name, revision=revision, allow_patterns=[DESCRIPTION_FILE, WEIGHTS_FILE]
+        )
+    except Exception as error:
+        raise AddOnError(
+            f"{name} must be a folder on this machine or an add-on on the hub; neither was found "
+            f"({type(error).__name__}: {error}); check its spelling and your connection"
+        ) from error
+    return Path(found)
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise AddOnError(
+            f"an add-on has a file {DESCRIPTION_FILE}; {path.parent} has none; check that it is "
+            "an add-on's folder"
+        )
+    if path.stat().st_size > MAX_DESCRIPTION_BYTES:
+        raise AddOnError(
+            f"{path} must be at most {MAX_DESCRIPTION_BYTES:,} bytes; it has "
+            f"{path.stat().st_size:,}; {AGAIN}"
+        )
+    try:
+        description = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise AddOnError(f"{path} must be JSON text; it is damaged ({error}); {AGAIN}") from error
+    if not isinstance(description, dict):
+        raise AddOnError(f"{path} must hold a JSON object; got a list or a value; {AGAIN}")
+    version = description.get("format_version")
+    if version != FORMAT_VERSION:
+        raise AddOnError(
+            f"this kvfold reads add-ons of format version {FORMAT_VERSION}; {path} has version "
+            f"{version!r}; install the kvfold that wrote it, or fit the add-on anew"
+        )
+    if description.get("sha256") != _description_digest(description):
+        raise AddOnError(f"{path} was damaged or edited: its digest does not match; {AGAIN}")
+    return description
+
+
+def _load_weights(methods: nn.ModuleList, path: Path, digest: str) -> None:
+    expected = dict(_named(methods))
+    if not path.is_file():
+        raise AddOnError(f"an add-on has a file {WEIGHTS_FILE}; {path.parent} has none; {AGAIN}")
+    most = MAX_HEADER_BYTES + sum(8 * tensor.numel() for tensor in expected.values())
+    size = path.stat().st_size
+    if size > most:
+        raise AddOnError(
+            f"{path} has {size:,} bytes, more than the {most:,} that its plan can need; {AGAIN}"
+        )
+    if _file_digest(path) != digest:
+        raise AddOnError(f"{path} is truncated or damaged: its digest does not match; {AGAIN}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            received = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise AddOnError(f"{path} must be a safetensors file ({error}); {AGAIN}") from error
+    check_names_and_shapes(
+        {name: tuple(tensor.shape) for name, tensor in expected.items()},
+        {name: tuple(tensor.shape) for name, tensor in received.items()},
+        str(path),
+    )
+    stored = {tensor.dtype for tensor in received.values()}
+    if not all(dtype.is_floating_point for dtype in stored):
+        raise AddOnError(f"the tensors of {path} must be floating; got {stored}; {AGAIN}")
+    methods.to_empty(device="cpu")
+    if len(stored) == 1:
+        methods.to(stored.pop())
+    with torch.no_grad():
+        for name, parameter in methods.named_parameters():
+            parameter.copy_(received[name])
+
+
+def check_names_and_shapes(
+    expected: Mapping[str, tuple[int, ...]], received: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """Raise `AddOnError` that lists what is missing, unexpected or of another shape."""
+    problems = []
+    missing = sorted(set(expected) - set(received))
+    unexpected = sorted(set(received) - set(expected))
+    wrong = sorted(n for n in set(expected) & set(received) if expected[n] != received[n])
+    if missing:
+        problems.append("missing: " + ", ".join(f"{n} {list(expected[n])}" for n in missing))
+    if unexpected:
+        found = ", ".join(f"{name} {list(received[name])}" for name in unexpected)
+        problems.append(f"not expected: {found}")
+    if wrong:
+        shapes = ", ".join(f"{n} {list(received[n])} instead of {list(expected[n])}" for n in wrong)
+        problems.append(f"of another shape: {shapes}")
+    if problems:
+        raise AddOnError(
+            f"the tensors of {where} must be those of the plan; {'; '.join(problems)}; check "
+            "that the file and the plan belong together"
+        )

@@ -1,0 +1,68 @@
+"""A tiny model and tokenizer on disk, as a user would have them."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from kvfold.cli import build_app
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tiny_model, tmp_path_factory):
+    """A folder with a tiny Llama of 261 tokens and a tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>", "<user>", "<answer>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    wrapped.add_special_tokens({"additional_special_tokens": special[3:]})
+    wrapped.chat_template = (
+        "{% for m in messages %}<user>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<answer>{% endif %}"
+    )
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model("llama", vocab_size=len(vocabulary)).save_pretrained(folder)
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def kvfold():
+    """`kvfold("fit", ...)`: run the command, as if from a shell."""
+    app = build_app()
+
+    def run(*arguments):
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """A few thousand bytes of text."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    sentences = (
+        f"Line {n}: {n * n} is the square of {n}, and {n % 7} its week." for n in range(90)
+    )
+    path.write_text("\n".join(sentences))
+    return path
+
+
+@pytest.fixture(scope="session")
+def addon_folder(kvfold, tiny_folder, text_file, tmp_path_factory):
+    """An add-on that the command `fit` made."""
+    folder = tmp_path_factory.mktemp("add-ons") / "my-addon"
+    done = kvfold(
+        "fit", tiny_folder, "--preset", "csa2", "--corpus", text_file, "--tokens", 2048,
+        "--held-out-tokens", 128, "--window", 64, "-o", folder,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    return folder

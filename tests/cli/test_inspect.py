@@ -1,0 +1,165 @@
+"""`kvfold inspect` and the application around it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import kvfold
+from kvfold.cli import build_app
+from kvfold.cli.inspect import LENGTHS, RESIDENCES, layer_ranges, readable_bytes
+from kvfold.presets import PRESETS
+
+
+@pytest.fixture(scope="module")
+def app():
+    return build_app()
+
+
+@pytest.fixture
+def run(app):
+    def call(*arguments):
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    return call
+
+
+@pytest.fixture
+def folder(tiny_config, tmp_path):
+    """Folders with a configuration and no weights."""
+
+    def save(family):
+        path = tmp_path / family
+        tiny_config(family).save_pretrained(path)
+        return path
+
+    return save
+
+
+def test_every_family_is_shown_from_its_configuration_alone(run, folder, family, tiny_config):
+    result = run("inspect", folder(family))
+    assert result.exit_code == 0, result.output
+    assert f" {kvfold.anatomy(tiny_config(family)).family.name} " in result.output
+    assert "no compression" in result.output
+    assert "balanced" in result.output
+    assert max(map(len, result.output.splitlines())) <= 100
+
+
+def test_json_holds_layers_bytes_and_every_preset(run, folder, tiny_config):
+    result = run("inspect", folder("llama"), "--json")
+    report = json.loads(result.output)
+    described = kvfold.anatomy(tiny_config("llama"))
+    assert len(report["layers"]) == 6
+    assert report["bytes_per_token"] == described.bytes_per_token() == 6 * 2 * 32 * 2
+    assert set(report["plans"]) == set(PRESETS)
+    tokens = str(LENGTHS[1])
+    assert report["plain_bytes"][tokens] == LENGTHS[1] * report["bytes_per_token"]
+    for resident in RESIDENCES:
+        saving = report["plans"]["balanced"][resident]
+        times = report["plain_bytes"][tokens] / saving["bytes"][tokens]
+        assert saving["times_smaller"][tokens] == pytest.approx(times, abs=1e-3)
+    assert report["plans"]["balanced"]["shared"]["times_smaller"][tokens] > 3
+
+
+def test_hybrids_show_their_recurrent_state_and_count_it(run, folder, tiny_config):
+    assert "Recurrent state" in run("inspect", folder("qwen3_5")).output
+    report = json.loads(run("inspect", folder("qwen3_5"), "--json").output)
+    described = kvfold.anatomy(tiny_config("qwen3_5"))
+    assert report["recurrent_bytes"] == described.recurrent_bytes()
+    plain = described.bytes_per_token() * LENGTHS[0] + described.recurrent_bytes()
+    assert report["plain_bytes"][str(LENGTHS[0])] == plain
+
+
+def test_a_preset_that_does_not_fit_says_so_in_its_row(run, folder):
+    path = folder("qwen3_5")
+    assert "does not fit this model" in run("inspect", path).output
+    report = json.loads(run("inspect", path, "--json").output)
+    assert "at least 2" in report["plans"]["csa2"]["unavailable"]
+
+
+def test_a_plan_of_ones_own_is_one_more_row(run, folder, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("depth: [{method: latent, layers: [0, 1], rank: 8}]", encoding="utf-8")
+    result = run("inspect", folder("llama"), "--plan", plan, "--json")
+    assert json.loads(result.output)["plans"]["your plan"]["plan"]["depth"][0]["rank"] == 8
+    assert "your plan" in run("inspect", folder("llama"), "--plan", plan).output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("depth: [{method: latent, layers: [0, 9], rank: 8}]", "layers 0 to 5"),
+        ("windw: 3", "unknown key windw"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_an_error_in_one_message(run, folder, tmp_path, text, message):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(text, encoding="utf-8")
+    result = run("inspect", folder("llama"), "--plan", plan)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_errors_are_one_message_with_exit_code_2(run, tmp_path):
+    for name, message in (
+        ("./nowhere", "there is no folder ./nowhere"),
+        (tmp_path, "must hold config.json"),
+    ):
+        result = run("inspect", name)
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+        assert not result.stdout
+
+
+def test_an_unsupported_model_is_an_error_that_lists_the_supported(run, tmp_path):
+    from transformers import GPT2Config
+
+    GPT2Config().save_pretrained(tmp_path)
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 2
+    assert "gpt2" in result.stderr
+    assert "Qwen3.5" in result.stderr
+
+
+def test_the_embedded_model_is_the_default(run, smollm2):
+    report = json.loads(run("inspect", "--json").output)
+    assert report["num_layers"] == 30
+    assert report["bytes_per_token"] == 23_040
+
+
+def test_the_version_is_shown(run):
+    assert run("--version").output.strip() == f"kvfold {kvfold.__version__}"
+
+
+def test_help_lists_every_command_and_each_has_an_example(run):
+    listed = run("--help").output
+    for command in ("inspect", "fit", "evaluate", "generate", "demo"):
+        assert command in listed
+        result = run(command, "--help")
+        assert result.exit_code == 0
+        assert "Example" in result.output
+
+
+@pytest.mark.parametrize(
+    ("indices", "expected"),
+    [
+        (range(15), "0-14"),
+        ([3, 7, 11, 15], "3, 7 .. 15"),
+        ([0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14], "0-2, 4-6 .. 12-14"),
+        ([0, 1, 3], "0-1, 3"),
+        ([2], "2"),
+        ([], ""),
+    ],
+)
+def test_layer_numbers_are_shortened(indices, expected):
+    assert layer_ranges(indices) == expected
+
+
+def test_bytes_are_shown_with_a_unit():
+    assert readable_bytes(512) == "512 B"
+    assert readable_bytes(47_185_920) == "45.0 MiB"
+    assert readable_bytes(3 * 1024**4) == "3.0 TiB"

@@ -1,0 +1,120 @@
+"""Shared and absorbed reading compute what expanded reading computes, from fewer bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold.anatomy import attention_module, k_norm_weight
+from kvfold.runtime.ledger import plain_bytes, predict_bytes
+
+FLOAT64_AGREEMENT = 1e-9
+
+
+@contextmanager
+def _float64_k_norms(case: Any) -> Iterator[None]:
+    """Models norm keys in float32 whatever their dtype; here in float64, to compare to 1e-9."""
+    family = case.anatomy.family
+    patched = []
+    for index in case.anatomy.foldable_layers:
+        found = k_norm_weight(family, attention_module(case.model, index))
+        if found is not None:
+            norm = attention_module(case.model, index).k_norm
+            norm.forward = _exact_norm(*found)
+            patched.append(norm)
+    try:
+        yield
+    finally:
+        for norm in patched:
+            del norm.forward
+
+
+def _exact_norm(weight: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+
+    return forward
+
+
+@pytest.mark.parametrize("reading", ["shared", "absorbed"])
+def test_readings_agree_in_float64(
+    case: Any, helpers: Any, arch: str, method: str, reading: str
+) -> None:
+    """Logits of a prompt, decode steps and a second turn agree within 1e-9."""
+    if reading == "absorbed" and method in helpers.non_linear:
+        reading = "shared"
+    made = case(arch, method)
+    ids = helpers.tokens(60)
+    cuts = [(0, 33), (33, 34), (34, 35), (35, 60)]
+    outputs = {}
+    with _float64_k_norms(made):
+        for name in ("expanded", reading):
+            with made.attach(resident=name) as attachment:
+                cache = attachment.new_cache()
+                outputs[name] = torch.cat([made.run(ids[:, a:b], cache) for a, b in cuts], dim=1)
+    expanded, other = outputs["expanded"], outputs[reading]
+    torch.testing.assert_close(other, expanded, atol=FLOAT64_AGREEMENT, rtol=FLOAT64_AGREEMENT)
+
+
+def _storages(cache: Any) -> int:
+    """Bytes of every distinct storage that a cache can reach."""
+    found: dict[int, int] = {}
+
+    def visit(held: Any) -> None:
+        if isinstance(held, Tensor):
+            storage = held.untyped_storage()
+            found[storage.data_ptr() or id(storage)] = storage.nbytes()
+        elif isinstance(held, dict):
+            for value in held.values():
+                visit(value)
+
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            if name not in ("fold", "_sliding_window_tensor"):
+                visit(value)
+    for store in cache.stores.values():
+        visit(store.codes)
+        visit(store.new)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("length", [3, 40, 150])
+def test_reported_bytes_are_allocated_bytes_and_as_predicted(
+    case: Any, helpers: Any, arch: str, method: str, reading: str, length: int
+) -> None:
+    """`nbytes` equals the storages, and `predict_bytes` equals both, by component."""
+    if reading == "absorbed" and method in helpers.non_linear:
+        reading = "shared"
+    made = case(arch, method, dtype=torch.float32, resident=reading)
+    with made.attach() as attachment:
+        cache = attachment.new_cache()
+        made.run(helpers.tokens(length, rows=2), cache)
+    counted = cache.nbytes()
+    assert counted.total == _storages(cache)
+    predicted = predict_bytes(made.plan, made.anatomy, length, batch=2, element_size=4)
+    # A sliding layer's keys are a view of the last forward's longer tensor in transformers, so
+    # the model's own part can be larger than what it needs.
+    for component, count in predicted.components.items():
+        if component != "plain" or arch != "gemma3":
+            assert counted[component] == count, component
+
+
+def test_absorbed_hybrid_holds_what_the_design_predicts(helpers: Any) -> None:
+    """Qwen3.5-4B's upper layers: 2.9 times fewer bytes than four full copies of the history."""
+    from transformers import Qwen3_5TextConfig
+
+    from kvfold.anatomy import anatomy
+    from kvfold.plan import Plan
+
+    described = anatomy(Qwen3_5TextConfig(hidden_size=2560, num_hidden_layers=32))
+    depth = [{"method": "csa2", "source": 19, "readers": [23, 27, 31]}]
+    plan = Plan.from_dict({"anchors": 0, "window": 0, "resident": "absorbed", "depth": depth})
+    folded = predict_bytes(plan, described, 4096)
+    copies = 4 * 2 * 1024 * 2 * 4096
+    assert copies / (folded["slots"] + folded["scales"]) == pytest.approx(2.9, abs=0.05)
+    assert plain_bytes(described, 4096)["plain"] == 8 * 2 * 1024 * 2 * 4096
