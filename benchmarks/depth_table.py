@@ -40,7 +40,7 @@ from kvfold.runtime.attach import AddOnLike
 from kvfold.runtime.logits import plain_hidden_states
 
 GROUPS = (2, 3, 5, 10, 30)
-TIMES_SMALLER = (4, 6, 10, 20)
+TIMES_SMALLER = (4, 8, 16)
 UPPER_RANKS = (1152, 576, 384, 192)
 WIDEST_SHARE = 6
 """Codes of all layers at once start at this many times smaller: a bigger one takes gigabytes."""
@@ -90,7 +90,9 @@ def fits(shape: Anatomy) -> dict[str, Plan]:
                 if len(group) > 1
             ]
             name = f"upper csa2 {form} {size}"
-            made[name] = made[f"{name} (no anchors)"] = entries
+            made[name] = entries
+            if size == 5:
+                made[f"{name} (no anchors)"] = entries
     for rank in UPPER_RANKS:
         made[f"upper latent {rank}"] = [{"method": "latent", "layers": upper, "rank": rank}]
     for size in (size for size in GROUPS if size <= len(layers)):
@@ -124,13 +126,14 @@ def rows(plans: Mapping[str, Plan]) -> Iterator[Row]:
             yield from (Row(name, 4, window, "folded") for window in (32, 128))
         elif "(no anchors)" in name:
             yield Row(name, 0, 0, "folded")
+        elif name.startswith("all"):
+            yield from (Row(name, 4, window, "folded") for window in (32, 128))
         elif "latent" in name:
-            yield Row(name, 4, 0, "exact")
-            exact = (32, 128) if name.startswith("upper") else ()
-            yield from (Row(name, 4, window, "exact") for window in exact)
+            yield from (Row(name, 4, window, "exact") for window in (0, 32))
             yield from (Row(name, 4, window, "folded") for window in (32, 128))
         else:
-            yield from (Row(name, 4, window, "folded") for window in (0, 32, 128))
+            windows = (0, 32, 128) if name.endswith(("ced", "5")) else (0,)
+            yield from (Row(name, 4, window, "folded") for window in windows)
 
 
 class Table:

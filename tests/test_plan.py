@@ -160,8 +160,20 @@ def test_a_layer_in_two_entries_is_refused(described):
 def test_ced_may_feed_a_csa2_source_but_not_a_reader(described):
     csa2 = {"method": "csa2", "source": 3, "readers": [4, 5]}
     plan_of({"method": "ced", "split": 3, "layers": [3]}, csa2).check(described)
-    with pytest.raises(PlanError, match="reader"):
+    with pytest.raises(PlanError, match=r"layer 4 is in two entries \(ced and csa2\)"):
         plan_of({"method": "ced", "split": 3, "layers": [4]}, csa2).check(described)
+
+
+def test_ced_that_feeds_a_source_serves_nothing_else(described):
+    csa2 = {"method": "csa2", "source": 3, "readers": [5]}
+    with pytest.raises(PlanError, match=r"layers \[4\] are none"):
+        plan_of({"method": "ced", "split": 3, "layers": [3, 4]}, csa2).check(described)
+    split = {"method": "csa2", "source": 3, "value_source": 4, "readers": [5]}
+    with pytest.raises(PlanError, match=r"all of its sources \[3, 4\]; got \[4\]"):
+        plan_of({"method": "ced", "split": 3, "layers": [4]}, split).check(described)
+    twice = [csa2, {"method": "csa2", "source": 3, "readers": [4]}]
+    with pytest.raises(PlanError, match="layer 3 is in two entries"):
+        plan_of({"method": "ced", "split": 3, "layers": [3]}, *twice).check(described)
 
 
 def test_dropping_the_history_without_a_window_is_refused(described):

@@ -116,9 +116,7 @@ FAMILIES: tuple[Family, ...] = (
         output_gate=True,
         project=_gated_projections,
     ),
-    Family(
-        "Gemma 3", ("gemma3", "gemma3_text"), k_norm="rms_plus_one", rotary_by_layer_type=True
-    ),
+    Family("Gemma 3", ("gemma3", "gemma3_text"), k_norm="rms_plus_one", rotary_by_layer_type=True),
     Family("SmolLM3", ("smollm3",)),
     Family("Phi-3", ("phi3",), project=_fused_projections, keys_values=_fused_keys_values),
 )
@@ -315,9 +313,7 @@ def attention_module(model: Any, layer: int) -> Any:
     return text_decoder(model).layers[layer].self_attn
 
 
-def rotary(
-    model: Any, family: Family, positions: Tensor, like: Tensor
-) -> tuple[Tensor, Tensor]:
+def rotary(model: Any, family: Family, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of full-attention layers, as the model itself computes them.
 
     positions: (batch, seq), integer or fractional; both results: (batch, seq, rotary_dim) in the

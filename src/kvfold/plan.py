@@ -21,8 +21,6 @@ PrefillAttention = Literal["exact", "folded"]
 Resident = Literal["auto", "expanded", "shared", "absorbed"]
 Layers = Annotated[tuple[int, ...], Field(min_length=1)]
 
-PLAN_VERSION = 1
-
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
@@ -114,7 +112,7 @@ class Plan(_Frozen):
     are. sequence, bits and prefill hold the place of the other axes.
     """
 
-    version: Literal[1] = PLAN_VERSION
+    version: Literal[1] = 1
     anchors: int = Field(default=4, ge=0)
     window: int = Field(default=128, ge=0)
     prefill_attention: PrefillAttention = "folded"
@@ -235,8 +233,7 @@ def _check_entry(entry: DepthEntry, anatomy: Anatomy) -> None:
         entry.source, entry.value_source if entry.value_source is not None else 0
     ):
         raise PlanError(
-            f"csa2 readers must come after their source {entry.source}; got "
-            f"{list(entry.readers)}"
+            f"csa2 readers must come after their source {entry.source}; got {list(entry.readers)}"
         )
     if isinstance(entry, Latent):
         _check_rank(entry, anatomy)
@@ -258,21 +255,38 @@ def _check_rank(entry: Latent, anatomy: Anatomy) -> None:
 
 
 def _check_partition(depth: tuple[DepthEntry, ...]) -> None:
-    served_by_ced = {layer for entry in depth if isinstance(entry, Ced) for layer in entry.layers}
+    """Each layer's history comes from one place; ced may feed csa2 sources, and then only those."""
+    sources = {
+        layer
+        for entry in depth
+        if isinstance(entry, Csa2)
+        for layer in set(entry.layers) - set(entry.readers)
+    }
+    feeding = {i for i, e in enumerate(depth) if isinstance(e, Ced) and sources & set(e.layers)}
+    for index in feeding:
+        _check_feeding(set(depth[index].layers), sources, depth)
     owner: dict[int, str] = {}
-    for entry in depth:
-        for layer in entry.layers:
-            fed = isinstance(entry, Csa2) and layer in served_by_ced
-            if fed and isinstance(entry, Csa2) and layer not in (entry.source, entry.value_source):
-                raise PlanError(
-                    f"layer {layer} is served by ced and is a reader of csa2; ced may feed only "
-                    "a csa2 source"
-                )
-            if fed:
-                continue
+    for index, entry in enumerate(depth):
+        for layer in entry.layers if index not in feeding else ():
             if layer in owner:
                 raise PlanError(
                     f"layer {layer} is in two entries ({owner[layer]} and {entry.method}); each "
                     "layer's history must come from one place"
                 )
             owner[layer] = entry.method
+
+
+def _check_feeding(served: set[int], sources: set[int], depth: tuple[DepthEntry, ...]) -> None:
+    """A ced entry that feeds a csa2 source serves sources only, and all of that csa2's."""
+    if served - sources:
+        raise PlanError(
+            f"a ced entry that feeds a csa2 source must serve csa2 sources only; layers "
+            f"{sorted(served - sources)} are none; put them in an entry of their own"
+        )
+    for entry in depth:
+        own = set(entry.layers) - set(entry.readers) if isinstance(entry, Csa2) else set()
+        if own & served and own - served:
+            raise PlanError(
+                f"a ced entry that feeds a csa2 source must serve all of its sources "
+                f"{sorted(own)}; got {sorted(served)}"
+            )

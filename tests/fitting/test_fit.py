@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -58,7 +60,7 @@ def test_every_kind_of_entry_is_fitted_on_every_family(tiny_model, family):
         addon.check_base(model)
         assert set(addon.report["layers"]) == {str(n) for n in plan.folded_layers}
         for values in addon.report["layers"].values():
-            assert values["keys_r2"] > -1  # directions: two that are at odds give -1
+            assert math.isfinite(values["keys_r2"])  # random layers need not predict each other
             assert 0.1 < values["attention_cosine"] <= 1
 
 
@@ -85,10 +87,8 @@ def test_reader_that_is_linear_in_its_source_is_fitted_exactly(tiny_model):
         other.input_layernorm.weight.copy_(one.input_layernorm.weight)
         mix = torch.randn(32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         other.self_attn.v_proj.weight.copy_(mix @ one.self_attn.v_proj.weight)
-    plan = _plan(
-        {"method": "csa2", "source": source, "readers": [reader], "form": "separate"}
-    )
-    addon = fit(model, plan, _windows(), _windows(4, seed=1), progress=False)
+    plan = _plan({"method": "csa2", "source": source, "readers": [reader], "form": "separate"})
+    addon = fit(model, plan, _windows(), _windows(4, seed=1), ridge=1e-12, progress=False)
     assert addon.report["layers"][str(reader)]["values_r2"] > PERFECT
     weight = addon.methods[0].values[str(reader)].base.weight
     torch.testing.assert_close(weight, mix, rtol=1e-3, atol=1e-3)

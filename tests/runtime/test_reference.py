@@ -35,13 +35,17 @@ def _looped(queries, keys, values, slot_keys, slot_values, anchors, window, grou
                     for g in range(slots)
                     if anchors + group * (g + 1) <= end
                 ]
-                weights = [math.exp(scaling * float(queries[row, head, index] @ k)) for k, _ in seen]
+                weights = [
+                    math.exp(scaling * float(queries[row, head, index] @ k)) for k, _ in seen
+                ]
                 mixed = sum(w * v for w, (_, v) in zip(weights, seen, strict=True))
                 out[row, head, index] = mixed / sum(weights)
     return out
 
 
-@pytest.mark.parametrize(("anchors", "window", "group"), [(2, 3, 1), (0, 0, 1), (1, 2, 3), (4, 1, 1)])
+@pytest.mark.parametrize(
+    ("anchors", "window", "group"), [(2, 3, 1), (0, 0, 1), (1, 2, 3), (4, 1, 1)]
+)
 @pytest.mark.parametrize("count", [9, 4])
 def test_attention_equals_a_loop_over_queries_and_keys(anchors, window, group, count):
     torch.manual_seed(0)

@@ -141,12 +141,14 @@ def test_changed_byte_is_an_error_or_changes_nothing(model, folder, data):
     place = data.draw(st.integers(0, len(whole) - 1))
     value = data.draw(st.integers(0, 255))
     path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+    refused = None
     try:
         _assert_same(AddOn.from_pretrained(folder), _addon(model))
     except AddOnError as error:
-        assert str(path) in str(error)
+        refused = str(error)
     finally:
         path.write_bytes(whole)
+    assert refused is None or str(path) in refused
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -169,7 +171,7 @@ def test_missing_file_is_named(folder, name):
 
 def test_unknown_format_version_says_which_is_read(folder):
     _redigest(folder, format_version=99)
-    with pytest.raises(AddOnError, match="reads add-ons of format version 1; .* version 99"):
+    with pytest.raises(AddOnError, match=r"reads add-ons of format version 1; .* version 99"):
         AddOn.from_pretrained(folder)
 
 
@@ -180,7 +182,10 @@ def test_unknown_format_version_says_which_is_read(folder):
         ({"plan": {"depth": [{"method": "latent", "layers": [77], "rank": 2}]}}, "layer 77"),
         ({"base": {"name": "x"}}, "base model"),
         ({"base": None}, "base model"),
-        ({"plan": {"depth": [{"method": "latent", "layers": [1, 2], "rank": 7}]}}, "missing"),
+        (
+            {"plan": {"depth": [{"method": "latent", "layers": [1, 2], "rank": 7}]}},
+            "belong together",
+        ),
     ],
 )
 def test_description_that_does_not_fit_is_refused(folder, changes, message):
@@ -320,5 +325,5 @@ def test_hub_failure_is_explained(monkeypatch):
         raise OSError("offline")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(AddOnError, match="offline.*check its spelling and your connection"):
+    with pytest.raises(AddOnError, match=r"offline.*check its spelling and your connection"):
         AddOn.from_pretrained("owner/addon")

@@ -87,24 +87,26 @@ ADAPTER_LAYOUTS = {
         }
         for layer in READERS
     },
-    "integers, from 0": lambda a: {
-        layer: {
-            f"{role}_adapter.linear.weight": a[layer, role]["base"],
-            f"{role}_adapter.fc1.weight": a[layer, role]["up"],
-            f"{role}_adapter.fc2.weight": a[layer, role]["down"],
+    "integers, from 0": lambda a: (
+        {
+            layer: {
+                f"{role}_adapter.linear.weight": a[layer, role]["base"],
+                f"{role}_adapter.fc1.weight": a[layer, role]["up"],
+                f"{role}_adapter.fc2.weight": a[layer, role]["down"],
+            }
+            for layer in READERS
+            for _ in range(1)
+            for role in "k"
         }
-        for layer in READERS
-        for _ in range(1)
-        for role in "k"
-    }
-    | {
-        f"{layer}.v": {
-            "linear.weight": a[layer, "v"]["base"],
-            "fc1.weight": a[layer, "v"]["up"],
-            "fc2.weight": a[layer, "v"]["down"],
+        | {
+            f"{layer}.v": {
+                "linear.weight": a[layer, "v"]["base"],
+                "fc1.weight": a[layer, "v"]["up"],
+                "fc2.weight": a[layer, "v"]["down"],
+            }
+            for layer in READERS
         }
-        for layer in READERS
-    },
+    ),
     "flat": lambda a: {
         "state_dict": {
             f"adapters.{layer + 1}.{role}_map.{part}": tensor
@@ -153,7 +155,9 @@ def test_shapes_that_differ_are_told(shape, tmp_path):
 def test_layer_that_is_missing_is_told(shape, tmp_path):
     data = ADAPTER_LAYOUTS["by layer, from 1"](_adapters())
     data.pop("layer6")
-    with pytest.raises(AddOnError, match=r"Without a match: .*layers\.6\.k\.base"):
+    with pytest.raises(
+        AddOnError, match=r"Expected: .*layers\.6\.k\.base.*Came: layer5.*Without a match: layers"
+    ):
         import_card(None, _save(data, tmp_path / "a.pt"), PLAN, shape)
 
 
@@ -171,7 +175,7 @@ def test_pickle_with_code_is_refused_and_not_run(shape, tmp_path):
             return os.mkdir, (str(proof),)
 
     path = _save({"k": _random(WIDTH, HIDDEN), "v": Attack()}, tmp_path / "p.pt")
-    with pytest.raises(AddOnError, match="would run code.*not loaded"):
+    with pytest.raises(AddOnError, match=r"would run code.*not loaded"):
         import_card(path, None, PLAN, shape)
     assert not proof.exists()
 

@@ -143,7 +143,8 @@ def top_eigenvectors(
         del basis  # a wide stack's is large
         basis = _orthonormal(image)
     order = torch.linalg.eigh((basis.T @ image).double()).eigenvectors.flip(1)
-    return basis @ order[:, :rank].to(basis.dtype)
+    ordered: Tensor = basis @ order[:, :rank].to(basis.dtype)
+    return ordered
 
 
 def _trace(basis: Tensor, image: Tensor) -> float:

@@ -47,13 +47,17 @@ def build_methods(plan: Plan, anatomy: Anatomy) -> nn.ModuleList:
     if the plan does not fit the model.
     """
     plan.check(anatomy)
-    ceds = {
-        layer: (entry, _ced_maps(entry, anatomy))
+    sources = {
+        layer
         for entry in plan.depth
-        if isinstance(entry, Ced)
-        for layer in entry.layers
+        if isinstance(entry, Csa2)
+        for layer in set(entry.layers) - set(entry.readers)
     }
-    fed: set[int] = set()
+    feeding: dict[int, CedMaps] = {}
+    for entry in plan.depth:
+        if isinstance(entry, Ced) and sources.intersection(entry.layers):
+            maps = _ced_maps(entry, anatomy)
+            feeding.update(dict.fromkeys(entry.layers, maps))
     made: list[DepthMethod] = []
     for entry in plan.depth:
         width = anatomy.layers[entry.layers[0]].kv_width
@@ -64,13 +68,9 @@ def build_methods(plan: Plan, anatomy: Anatomy) -> nn.ModuleList:
         elif isinstance(entry, Latent):
             made.append(_latent(entry, anatomy))
         elif isinstance(entry, Csa2):
-            ced = ceds.get(entry.source)
-            if ced is not None:
-                fed.update(ced[0].layers)
-            made.append(_csa2(entry, width, ced[1] if ced is not None else None))
-    for entry in plan.depth:
-        if isinstance(entry, Ced) and not fed.intersection(entry.layers):
-            made.append(CedFold(ceds[entry.layers[0]][1]))
+            made.append(_csa2(entry, width, feeding.get(entry.source)))
+        elif entry.layers[0] not in feeding:
+            made.append(CedFold(_ced_maps(entry, anatomy)))
     return nn.ModuleList(made)
 
 

@@ -78,7 +78,7 @@ class Csa2Fold(DepthMethod):
 
     def decode(self, layer: int, code: Tensor) -> tuple[Tensor, Tensor]:
         """The stored K and V for a source, its maps of them for a reader."""
-        keys, values = code.split(self.kv_width, dim=-1)
+        keys, values = code[..., : self.kv_width], code[..., self.kv_width :]
         name = str(layer)
         if layer != self.source:
             mapped_keys = self.keys[name](code if self.form == "joint" else keys)

@@ -16,7 +16,9 @@ class ResidualMap(nn.Module):
     two of these, for K and for V, with 1,024 -> 1,536 -> 1,024 and no bias.
     """
 
-    def __init__(self, in_width: int, out_width: int, *, bias: bool, residual_hidden: int = 0):
+    def __init__(
+        self, in_width: int, out_width: int, *, bias: bool, residual_hidden: int = 0
+    ) -> None:
         super().__init__()
         self.base = nn.Linear(in_width, out_width, bias=bias)
         nn.init.zeros_(self.base.weight)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvfold.runtime.cache import CodeStore, FoldedLayer
+from kvfold.runtime.codes import CodeStore
+from kvfold.runtime.folded_layer import FoldedLayer
 from kvfold.runtime.layer import FoldedAttention
 from kvfold.runtime.schedule import Step
 
@@ -156,7 +157,8 @@ def _visible_slots(step: Step, block: slice) -> int:
     if not step.folded:
         return step.most_slots
     back = step.new - block.stop
-    return max(0, max(step.schedule.slots(step.after[row] - back) for row in step.rows))
+    longest = max(step.after[row] for row in step.rows)
+    return step.schedule.slots(longest - back)
 
 
 def _stored_mask(step: Step, block: slice, *, written: bool) -> Tensor:

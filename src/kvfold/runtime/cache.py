@@ -14,214 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvfold.errors import CacheError
 from kvfold.methods import DepthMethod, Source
-from kvfold.runtime.buffers import grown
+from kvfold.runtime.codes import CodeStore
+from kvfold.runtime.folded_layer import FoldedLayer
 from kvfold.runtime.layer import FoldedAttention
 from kvfold.runtime.ledger import Ledger
 from kvfold.runtime.schedule import Schedule, Step
-
-
-class FoldedLayer(CacheLayerMixin):
-    """One folded layer's exact keys and values and, where expanded, its slots.
-
-    keys, values: (batch, kv_heads, A + R [+ slots], head_dim), post-norm and post-RoPE. Where
-    keys are absorbed, `rotary` (batch, kv_heads, slots, rotary_dim) holds the rotated part of
-    each slot's key and `rho` (batch, kv_heads, slots, 1) its k_norm scale.
-    """
-
-    is_compileable = False
-    is_croppable = False
-    is_sliding = False
-
-    def __init__(self, fold: FoldedAttention, schedule: Schedule) -> None:
-        super().__init__()
-        self.fold = fold
-        self.schedule = schedule
-        self.columns = 0
-        self.rotary: Tensor | None = None
-        self.rho: Tensor | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the exact places; key_states, value_states: (batch, kv_heads, seq, dim)."""
-        batch, heads, _, width = key_states.shape
-        size = self.schedule.exact_size
-        self.keys = key_states.new_zeros(batch, heads, size, width)
-        self.values = value_states.new_zeros(batch, heads, size, width)
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
-    def prepare(self, keys: Tensor, values: Tensor) -> None:
-        """Allocate, if nothing is yet, for keys and values like these."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-
-    def write_anchors(self, step: Step, keys: Tensor, values: Tensor) -> None:
-        """Keep the step's anchors; they are visible at once."""
-        if step.anchor_write is not None:
-            step.anchor_write.apply(self.keys, keys)
-            step.anchor_write.apply(self.values, values)
-
-    def write_ring(self, step: Step, keys: Tensor, values: Tensor) -> None:
-        """Keep the step's last tokens, over those that have left the window."""
-        if step.ring_write is not None:
-            step.ring_write.apply(self.keys, keys)
-            step.ring_write.apply(self.values, values)
-
-    def write_slots(self, step: Step, codes: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Expand the step's exits: codes (batch, 1, exits, code_width), cos and sin theirs."""
-        fixed = self.schedule.exact_size
-        needed = max(span.stop for span in step.exits)
-        if self.fold.reading == "expanded":
-            keys, values = self.fold.unfold(codes, cos, sin)
-            self.keys = grown(self.keys, fixed, needed)
-            self.values = grown(self.values, fixed, needed)
-            write = step.slot_write(fixed)
-            if write is not None:
-                write.apply(self.keys, keys)
-                write.apply(self.values, values)
-        elif self.fold.absorbs_keys():
-            self._write_rotary(step, codes, cos, sin, needed)
-
-    def _write_rotary(
-        self, step: Step, codes: Tensor, cos: Tensor, sin: Tensor, needed: int
-    ) -> None:
-        flat, _ = self.fold.method.decode(self.fold.index, codes[:, 0])
-        keys = self.fold.heads(flat)
-        rho, _ = self.fold.key_scales(keys)
-        turned = self.fold.finish_keys(keys, cos, sin)[..., : self.fold.anatomy.rotary_dim]
-        write = step.slot_write(0)
-        if self.rotary is None:
-            self.rotary = turned[:, :, :0]
-            self.rho = None if rho is None else rho[:, :, :0]
-        self.rotary = grown(self.rotary, 0, needed)
-        if rho is not None and self.rho is not None:
-            self.rho = grown(self.rho, 0, needed)
-        if write is not None:
-            write.apply(self.rotary, turned)
-            if rho is not None and self.rho is not None:
-                write.apply(self.rho, rho)
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: only an attached model can write a folded layer."""
-        raise CacheError(
-            f"layer {self.fold.index} of this cache is folded and can only be used by the "
-            "attached model that made it; the add-on has been detached, or this is another model"
-        )
-
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        """Columns seen, pads included, as in transformers' own layers."""
-        return self.columns
-
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Sizes of the mask that transformers makes for unfolded layers."""
-        new = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.columns + new, 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """No maximum (the name in older transformers)."""
-        return -1
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that the layer owns, by component (`places` holds several)."""
-        owned = {"keys": self.keys, "values": self.values, "rotary": self.rotary, "rho": self.rho}
-        return {name: tensor for name, tensor in owned.items() if tensor is not None}
-
-    def select_rows(self, index: Tensor) -> None:
-        """Keep, repeat or reorder batch rows."""
-        for name, tensor in self.tensors().items():
-            setattr(self, name, tensor.index_select(0, index.to(tensor.device)))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beams: row i becomes row beam_idx[i]."""
-        self.select_rows(beam_idx)
-
-    def reset(self) -> None:
-        """Forget everything, storage included."""
-        self.keys = self.values = self.rotary = self.rho = None
-        self.is_initialized = False
-        self.columns = 0
-
-
-class CodeStore:
-    """The codes of one method: all of them if some layer reads codes, else only the pending.
-
-    keep: whether readings need the codes themselves (`shared` or `absorbed`). Kept codes are
-    (batch, 1, tokens after the anchors, code_width) in order; pending ones are a ring of R
-    places, position p at (p - A) mod R.
-    """
-
-    def __init__(self, method: DepthMethod, schedule: Schedule, *, keep: bool) -> None:
-        self.method = method
-        self.schedule = schedule
-        self.keep = keep
-        self.codes: Tensor | None = None
-        self.new: Tensor | None = None
-
-    def publish(self, step: Step, codes: Tensor) -> None:
-        """Take the codes of the step's columns: (batch, 1, new, code_width)."""
-        self.new = codes
-        if self.codes is None:
-            size = 0 if self.keep else self.schedule.ring_size
-            self.codes = codes.new_zeros(codes.shape[0], 1, size, codes.shape[3])
-        if self.keep and step.code_write is not None:
-            longest = max(step.after) - self.schedule.anchors
-            self.codes = grown(self.codes, 0, longest)
-            step.code_write.apply(self.codes, codes)
-
-    def exits(self, step: Step) -> Tensor:
-        """Codes of the step's exits, (batch, 1, most_exits, code_width)."""
-        ring, a = self.schedule.ring_size, self.schedule.anchors
-        assert self.codes is not None
-        if self.keep:
-            return _gather(self.codes, [list(span) for span in step.exits], step)
-        places = [
-            [
-                (slot % ring if slot + a < step.before[row] else ring + step._column(row, slot + a))
-                for slot in span
-            ]
-            for row, span in zip(step.rows, step.exits, strict=True)
-        ]
-        if all(place < ring for row in places for place in row):
-            return _gather(self.codes, places, step)
-        assert self.new is not None
-        return _gather(torch.cat([self.codes, self.new], dim=2), places, step)
-
-    def commit(self, step: Step) -> None:
-        """End the step: new codes join the pending ring."""
-        if not self.keep and self.codes is not None and self.new is not None:
-            write = step.pending_write
-            if write is not None:
-                write.apply(self.codes, self.new)
-        self.new = None
-
-    def select_rows(self, index: Tensor) -> None:
-        """Keep, repeat or reorder batch rows."""
-        if self.codes is not None:
-            self.codes = self.codes.index_select(0, index.to(self.codes.device))
-
-    def reset(self) -> None:
-        """Forget everything, storage included."""
-        self.codes = self.new = None
-
-
-def _gather(source: Tensor, places: Sequence[Sequence[int]], step: Step) -> Tensor:
-    """source (batch, 1, places, width) at the named places of each row, padded to the longest."""
-    longest = max(len(row) for row in places)
-    if step.uniform:
-        row = places[0]
-        if row[-1] - row[0] == longest - 1:
-            return source[:, :, row[0] : row[-1] + 1]
-        return source.index_select(2, torch.tensor(list(row), device=source.device))
-    padded = [list(row) + [0] * (longest - len(row)) for row in places]
-    index = torch.tensor(padded, device=source.device)[:, None, :, None]
-    return source.gather(2, index.expand(-1, 1, -1, source.shape[3]))
 
 
 class FoldedCache(Cache):
@@ -230,6 +31,8 @@ class FoldedCache(Cache):
     folds: the folded layers. config: of the model. given: codes per method to use instead of
     computing them (two-pass scoring), each (batch, 1, tokens, code_width).
     """
+
+    layers: list[Any]
 
     def __init__(
         self,
@@ -271,7 +74,8 @@ class FoldedCache(Cache):
 
     def folded_layer(self, index: int) -> FoldedLayer:
         """The folded cache layer of one model layer."""
-        layer: FoldedLayer = self.layers[index]
+        layer = self.layers[index]
+        assert isinstance(layer, FoldedLayer)
         return layer
 
     def begin(self, step: Step, *, record: bool = False) -> None:
@@ -348,14 +152,12 @@ class FoldedCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beams: row i becomes row beam_idx[i]."""
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        self.batch_select_indices(
-            torch.arange(len(self.rows)).repeat_interleave(repeats)
-        )
+        self.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""

@@ -37,6 +37,7 @@ class DecoderForward:
         self.order = list(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the decoder on the caller's arguments, chunk by chunk, with a folded cache."""
         kwargs.update(zip(self.order, args, strict=False))
         self._refuse(kwargs)
         use_cache = kwargs.pop("use_cache", None)
@@ -116,9 +117,7 @@ class DecoderForward:
             )
         return given
 
-    def _chunks(
-        self, columns: int, cache: FoldedCache, record: bool
-    ) -> list[tuple[int, int]]:
+    def _chunks(self, columns: int, cache: FoldedCache, record: bool) -> list[tuple[int, int]]:
         plan = self.attachment.plan
         size = max(1, columns)
         if not record and (plan.prefill_attention == "folded" or cache.given is not None):
@@ -137,8 +136,11 @@ class DecoderForward:
         record: bool,
     ) -> Any:
         attachment = self.attachment
-        if cache.given is None and not record and attachment.needs_window and (
-            attachment.plan.window < 1
+        if (
+            cache.given is None
+            and not record
+            and attachment.needs_window
+            and (attachment.plan.window < 1)
         ):
             raise PlanError(
                 "this plan needs a window of at least 1: its codes exist only after their own "
@@ -183,9 +185,7 @@ class DecoderForward:
         return first
 
 
-def _tokens(
-    attention_mask: Tensor | None, batch: int, columns: int, cache: FoldedCache
-) -> Tensor:
+def _tokens(attention_mask: Tensor | None, batch: int, columns: int, cache: FoldedCache) -> Tensor:
     """Which of the new columns are tokens, (batch, columns) bool on the CPU."""
     if cache.rows and len(cache.rows) != batch:
         raise AttachError(

@@ -119,9 +119,7 @@ def _tensors(held: Any) -> Iterable[Tensor]:
     return [t for t in held.values() if t is not None] if isinstance(held, dict) else []
 
 
-def plain_bytes(
-    anatomy: Anatomy, tokens: int, *, batch: int = 1, element_size: int = 2
-) -> Ledger:
+def plain_bytes(anatomy: Anatomy, tokens: int, *, batch: int = 1, element_size: int = 2) -> Ledger:
     """What the model's own cache holds after so many tokens a row."""
     counted = dict.fromkeys(COMPONENTS, 0)
     for layer in anatomy.layers:

@@ -40,9 +40,7 @@ class Schedule:
 
     def folded_until(self, seen: int) -> int:
         """b(n): positions below it (and from A on) are history."""
-        return self.anchors + self.group * (
-            max(0, seen - self.anchors - self.window) // self.group
-        )
+        return self.anchors + self.group * (max(0, seen - self.anchors - self.window) // self.group)
 
     def folded_until_each(self, seen: Tensor) -> Tensor:
         """b(n) elementwise."""

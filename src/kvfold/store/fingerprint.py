@@ -1,8 +1,9 @@
 """Which base model an add-on belongs to: enough to refuse another, even of the same shape.
 
 Two parts. The shape (architecture, layers, rotary settings) must agree exactly. Some hundred
-weights, taken at fixed places of all layers, must agree after both are rounded to either dtype,
-so that one model in float32 and in bfloat16 is the same and a fine-tune of it is not.
+weights, taken at fixed places of all layers, must agree after both are rounded to either dtype
+and to bfloat16, so that one model in float32 and in bfloat16 is the same and a fine-tune of it,
+which moves more weights to another bfloat16 value than rounding twice does, is not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from kvfold.errors import AddOnError
 SAMPLES = 512
 """Weights sampled from the whole model, at least one from each floating tensor of a layer."""
 AGREEING_FRACTION = 0.98
-"""Sampled weights that must agree; the rest allows for rounding twice on the way."""
+AGREEING_ACROSS_HALVES = 0.88
+"""Sampled weights that must agree; less between float16 and bfloat16, where one side has been
+rounded twice and lands beside the other about one time in eleven.
+"""
 DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -88,10 +92,11 @@ class Fingerprint:
                 continue
             theirs = torch.tensor(_sample(tensors[name][0], len(values)), dtype=torch.float64)
             ours = torch.tensor(values, dtype=torch.float64)
-            for dtype in dtypes:
+            for dtype in (*dtypes, torch.bfloat16):
                 ours, theirs = ours.to(dtype).double(), theirs.to(dtype).double()
             agreeing += int((ours == theirs).sum())
-        if agreeing >= AGREEING_FRACTION * total:
+        across = set(dtypes) == {torch.float16, torch.bfloat16}
+        if agreeing >= (AGREEING_ACROSS_HALVES if across else AGREEING_FRACTION) * total:
             return None
         return f"only {agreeing} of {total} sampled weights agree, as in a fine-tune or a merge"
 

@@ -1,0 +1,1 @@
+"""The only code that touches transformers' caches and a model's forwards."""
