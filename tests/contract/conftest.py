@@ -183,7 +183,9 @@ def helpers() -> Any:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise by the names of a test's arguments."""
     grids = {"arch": FAMILIES, "method": tuple(METHODS), "reading": READINGS}
-    own = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
+    marks = metafunc.definition.iter_markers("parametrize")
+    named = (mark.args[0] for mark in marks)
+    own = {name for names in named for name in ([names] if isinstance(names, str) else names)}
     for name, values in grids.items():
         if name in metafunc.fixturenames and name not in own:
             metafunc.parametrize(name, values)

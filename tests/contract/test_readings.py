@@ -118,3 +118,49 @@ def test_absorbed_hybrid_holds_what_the_design_predicts(helpers: Any) -> None:
     copies = 4 * 2 * 1024 * 2 * 4096
     assert copies / (folded["slots"] + folded["scales"]) == pytest.approx(2.9, abs=0.05)
     assert plain_bytes(described, 4096)["plain"] == 8 * 2 * 1024 * 2 * 4096
+
+
+@pytest.mark.parametrize(("reading", "copies_saved"), [("shared", 4.0), ("absorbed", 2.9)])
+def test_4096_tokens_of_full_width_attention_hold_the_predicted_storages(
+    tiny_model: Any, helpers: Any, reading: str, copies_saved: float
+) -> None:
+    """Four attention layers of Qwen3.5-4B's width: shared keeps one copy of four, absorbed 1/2.9.
+
+    The history's own storages, within 2%: one [K; V] of 2,048 values, and for absorbed readers
+    64 rotated values and a scale a kv head.
+    """
+    from transformers import Qwen3_5TextConfig
+
+    from kvfold.anatomy import anatomy
+    from kvfold.plan import Plan
+    from kvfold.runtime.attach import attach
+
+    assert Qwen3_5TextConfig().head_dim == 256
+    model = tiny_model(
+        "qwen3_5",
+        head_dim=256,
+        num_key_value_heads=4,
+        num_hidden_layers=16,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 4,
+        max_position_embeddings=8192,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+        },
+    )
+    depth = [{"method": "csa2", "source": 3, "readers": [7, 11, 15]}]
+    plan = Plan.from_dict({"anchors": 0, "window": 0, "resident": reading, "depth": depth})
+    with attach(model, helpers.random_addon(model, plan)) as attachment:
+        cache = attachment.new_cache()
+        helpers.run(model, helpers.tokens(4096), cache)
+    four_copies = 4 * 2 * 4 * 256 * 4 * 4096
+    history = sum(store.codes.untyped_storage().nbytes() for store in cache.stores.values())
+    for index in cache.folded:
+        layer = cache.folded_layer(index)
+        for extra in (layer.rotary, layer.rho):
+            history += 0 if extra is None else extra.untyped_storage().nbytes()
+    assert four_copies / history == pytest.approx(copies_saved, rel=0.02)
+    counted, predicted = cache.nbytes(), predict_bytes(plan, anatomy(model), 4096, element_size=4)
+    assert counted.components == predicted.components

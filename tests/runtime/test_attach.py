@@ -1,0 +1,222 @@
+"""What an attached model refuses, and how it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kvfold.anatomy import anatomy, text_decoder
+from kvfold.errors import AttachError, CacheError, PlanError, UnsupportedModelError
+from kvfold.methods import build_methods
+from kvfold.plan import Plan
+from kvfold.runtime.attach import attach
+
+UPPER = [2, 3, 4, 5]
+CED = [{"method": "ced", "split": 2, "layers": UPPER}]
+LATENT = [{"method": "latent", "layers": UPPER, "rank": 8}]
+
+
+class Bare:
+    """A plan with unfitted methods."""
+
+    def __init__(self, model: Any, depth: Any, **keys: Any) -> None:
+        self.plan = Plan.from_dict({"anchors": 2, "window": 4, **keys, "depth": depth})
+        self.methods: nn.ModuleList = build_methods(self.plan, anatomy(model)).to(model.dtype)
+
+    def check_base(self, model: Any) -> None:
+        """Any will do."""
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Any]) -> Any:
+    """A tiny Llama."""
+    return tiny_model("llama")
+
+
+def ids(count: int, rows: int = 1) -> torch.Tensor:
+    """Some tokens."""
+    return torch.arange(rows * count).view(rows, count) % 90 + 3
+
+
+def test_a_cache_goes_on_only_with_its_own_attachment(
+    model: Any, cache_argument: Callable[..., Any]
+) -> None:
+    """Not with another attachment, and not with the plain model."""
+    addon = Bare(model, CED)
+    with attach(model, addon) as first:
+        cache = first.new_cache()
+        model(ids(5), **cache_argument(model, cache))
+    with attach(model, addon), pytest.raises(AttachError, match="belongs to another attachment"):
+        model(ids(1), **cache_argument(model, cache))
+    with pytest.raises(CacheError, match="layer 2 of this cache is folded"):
+        model(ids(1), **cache_argument(model, cache))
+
+
+def test_a_plain_cache_with_tokens_is_refused(
+    model: Any, cache_argument: Callable[..., Any]
+) -> None:
+    """An empty one is replaced, as generate() brings one along."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    with attach(model, Bare(model, CED)):
+        model(ids(4), **cache_argument(model, cache))
+    model(ids(4), **cache_argument(model, cache))
+    with attach(model, Bare(model, CED)), pytest.raises(AttachError, match="must be a FoldedCache"):
+        model(ids(1), **cache_argument(model, cache))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(1, 1, 4, 4), "must be \\(batch, columns\\)"),
+        (torch.ones(1, 3), "must cover the 0 columns in the cache and the 4 new ones"),
+        (torch.tensor([[1, 1, 1, 0]]), "padding_side = 'left'"),
+    ],
+)
+def test_masks_that_mean_something_else_are_refused(
+    model: Any, mask: torch.Tensor, message: str
+) -> None:
+    """Four-dimensional, too short, or padded on the right."""
+    with attach(model, Bare(model, CED)), pytest.raises(AttachError, match=message):
+        model(ids(4), attention_mask=mask)
+
+
+def test_positions_of_the_callers_own_are_refused(model: Any) -> None:
+    """Right ones pass, others would be ignored silently."""
+    with attach(model, Bare(model, CED)):
+        model(ids(4), position_ids=torch.arange(4)[None])
+        with pytest.raises(AttachError, match="position_ids must count"):
+            model(ids(4), position_ids=torch.arange(4)[None] + 7)
+
+
+def test_training_and_attention_outputs_are_refused(model: Any) -> None:
+    """Neither can be had from a folded model."""
+    with attach(model, Bare(model, CED)):
+        with pytest.raises(AttachError, match="output_attentions"):
+            model(ids(4), output_attentions=True)
+        model.train()
+        with pytest.raises(AttachError, match=r"model\.eval\(\)"):
+            model(ids(4))
+        model.eval()
+        model(ids(4))
+
+
+def test_another_batch_size_is_refused(model: Any, cache_argument: Callable[..., Any]) -> None:
+    """A cache has its rows."""
+    with attach(model, Bare(model, CED)) as attachment:
+        cache = attachment.new_cache()
+        model(ids(4, rows=2), **cache_argument(model, cache))
+        with pytest.raises(AttachError, match="holds 2 rows, but the input has 1"):
+            model(ids(1), **cache_argument(model, cache))
+
+
+def test_a_cache_whose_forward_failed_is_not_used_again(
+    model: Any, cache_argument: Callable[..., Any]
+) -> None:
+    """Half a step would be silently wrong."""
+    with attach(model, Bare(model, CED)) as attachment:
+        cache = attachment.new_cache()
+        model(ids(4), **cache_argument(model, cache))
+        last = text_decoder(model).layers[-1].mlp
+        last.forward = _fail
+        with pytest.raises(RuntimeError, match="no mlp today"):
+            model(ids(1), **cache_argument(model, cache))
+        del last.forward
+        with pytest.raises(CacheError, match="failed half-way"):
+            model(ids(1), **cache_argument(model, cache))
+        model(ids(4), **cache_argument(model, attachment.new_cache()))
+
+
+def _fail(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("no mlp today")
+
+
+def test_a_window_of_zero_is_refused_where_codes_come_late(model: Any) -> None:
+    """A latent code of the group's own keys exists only after the group has run."""
+    with attach(model, Bare(model, LATENT, window=0)) as attachment:
+        with pytest.raises(PlanError, match="window of at least 1"):
+            model(ids(4))
+        scored = attachment.hidden_states(ids(12), history="exact")
+    assert torch.isfinite(scored).all()
+    with pytest.raises(PlanError, match="window of at least 1"):
+        attach(model, Bare(model, [{"method": "drop", "layers": UPPER}], window=0))
+
+
+def test_a_plan_for_other_layers_than_the_add_ons_is_refused(model: Any) -> None:
+    """Only what is chosen on the day of use may differ."""
+    addon = Bare(model, CED)
+    other = addon.plan.replace(depth=[{"method": "ced", "split": 2, "layers": [2, 3]}])
+    with pytest.raises(PlanError, match="serve layers"):
+        attach(model, addon, plan=other)
+
+
+def test_an_attention_implementation_that_cant_be_folded_is_refused(model: Any) -> None:
+    """Flash attention and the like never build the masks that folding needs."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "flex_attention"
+    try:
+        with pytest.raises(UnsupportedModelError, match="attn_implementation='sdpa'"):
+            attach(model, Bare(model, CED))
+    finally:
+        model.config._attn_implementation = before
+
+
+def test_activations_that_overflow_are_named(model: Any) -> None:
+    """The method and its layers are in the message."""
+    addon = Bare(model, CED)
+    layer = text_decoder(model).layers[1].mlp.down_proj
+    weight = layer.weight.data.clone()
+    layer.weight.data.fill_(float("inf"))
+    try:
+        with attach(model, addon), pytest.raises(CacheError, match=r"ced code of layers \[2, 3"):
+            model(ids(6))
+    finally:
+        layer.weight.data.copy_(weight)
+
+
+def test_absorbed_reading_needs_linear_maps(model: Any) -> None:
+    """Else nothing could be absorbed, and nothing is changed behind the user's back."""
+    depth = [{"method": "csa2", "source": 2, "readers": [3], "residual_hidden": 4}]
+    with pytest.raises(PlanError, match="residual MLP"):
+        attach(model, Bare(model, depth, resident="absorbed"))
+
+
+def test_shared_reading_needs_a_rotation_that_never_changes(tiny_model: Callable[..., Any]) -> None:
+    """Keys rotated again must get the angle that they had."""
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = tiny_model("llama", rope_parameters=dynamic)
+    with pytest.raises(PlanError, match="frequencies change"):
+        attach(model, Bare(model, CED, resident="shared"))
+    attach(model, Bare(model, CED, resident="expanded")).detach()
+
+
+def test_crop_gives_back_what_is_still_exact_and_refuses_the_rest(
+    model: Any, cache_argument: Callable[..., Any]
+) -> None:
+    """Up to A + W tokens nothing is folded, and cropping is as if they had never come."""
+    with attach(model, Bare(model, CED)) as attachment:
+        cache = attachment.new_cache()
+        model(ids(6), **cache_argument(model, cache))
+        cache.crop(-3)
+        assert cache.get_seq_length() == 3
+        again = model(ids(6)[:, 3:], **cache_argument(model, cache)).logits
+        whole = model(ids(6), **cache_argument(model, attachment.new_cache())).logits
+        torch.testing.assert_close(again, whole[:, 3:], atol=1e-5, rtol=1e-5)
+        model(ids(1), **cache_argument(model, cache))
+        with pytest.raises(CacheError, match="can't crop 1 tokens"):
+            cache.crop(-1)
+
+
+def test_reset_makes_a_cache_as_good_as_new(model: Any, cache_argument: Callable[..., Any]) -> None:
+    """The next prompt sees nothing of the last."""
+    with attach(model, Bare(model, CED)) as attachment:
+        cache = attachment.new_cache()
+        first = model(ids(9), **cache_argument(model, cache)).logits
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert torch.equal(model(ids(9), **cache_argument(model, cache)).logits, first)
