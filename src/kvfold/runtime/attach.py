@@ -88,6 +88,10 @@ class Attachment:
             for method in self.methods
             for layer in method.layers
         ]
+        self._fed_by: dict[Source, list[DepthMethod]] = {}
+        for method in self.methods:
+            for source in method.inputs:
+                self._fed_by.setdefault(source, []).append(method)
         self.cache: FoldedCache | None = None
         self.activations: dict[Source, Tensor] = {}
         self._rotary: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
@@ -128,7 +132,7 @@ class Attachment:
         self._replace(self.decoder, forward)
         for fold in self.folds:
             self._replace(fold.module, _attention_forward(self, fold))
-        splits = {s.layer for m in self.methods for s in m.inputs if s.kind == "hidden"}
+        splits = {source.layer for source in self._fed_by if source.kind == "hidden"}
         for split in sorted(splits):
             hook = self._publish_hidden(split)
             layer = self.decoder.layers[split]
@@ -152,9 +156,9 @@ class Attachment:
                 "a layer of an attached model was run on its own; call the model, or detach first"
             )
         self.activations.update(found)
-        for method in self.methods:
-            if any(source in found for source in method.inputs):
-                self.cache.publish(self.activations, method)
+        fed = {id(m): m for source in found for m in self._fed_by.get(source, ())}
+        for method in fed.values():
+            self.cache.publish(self.activations, method)
 
     def rotary_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at consecutive positions (rows, seq), remembered for one step."""
@@ -282,7 +286,7 @@ def _attention_forward(attachment: Attachment, fold: FoldedAttention) -> Any:
         store = cache.stores.get(id(fold.method))
         layer.prepare(new.keys, new.values)
         if step.folded and store is not None and step.most_exits:
-            layer.write_slots(step, store.exits(step), *attachment.rotary_at(step.exit_positions()))
+            layer.write_slots(step, store.exits(step), *attachment.rotary_at(step.exit_positions))
         mixed = attend(fold, layer, store, step, new, attachment.rotary_at)
         mixed = mixed.transpose(1, 2).flatten(2)
         if made.gate is not None:

@@ -135,7 +135,7 @@ class FoldedCache(Cache):
         """Expand the step's exits in every layer (exact prefill does it at the end)."""
         if step.most_exits == 0:
             return
-        cos, sin = rotary(step.exit_positions())
+        cos, sin = rotary(step.exit_positions)
         for layer in self.layers:
             if isinstance(layer, FoldedLayer) and layer.fold.method.code_width:
                 codes = self.stores[id(layer.fold.method)].exits(step)

@@ -241,6 +241,7 @@ class Step:
         rows, source, target = (self._tensor(column) for column in zip(*entries, strict=True))
         return Write(source, target, rows)
 
+    @cached_property
     def exit_positions(self) -> Tensor:
         """Position of each exit, (rows, most_exits), for group=1; padded rows run on."""
         starts = self._tensor([self.schedule.anchors + span.start for span in self.exits])
