@@ -53,7 +53,8 @@ def test_every_target_is_a_row_that_is_measured(depth_table, shape):
 
 def test_codes_of_all_layers_at_once_and_of_every_group_size_are_in_it(depth_table, shape):
     names = set(depth_table.fits(shape))
-    assert {f"all latent groups of {size}, 10x" for size in (2, 3, 5, 10, 30)} <= names
+    smallest = depth_table.TIMES_SMALLER[-1]
+    assert {f"all latent groups of {size}, {smallest}x" for size in (2, 3, 5, 10, 30)} <= names
 
 
 def test_rows_that_are_measured_already_are_kept_and_others_put_in_order(depth_table, tmp_path):

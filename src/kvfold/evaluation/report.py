@@ -21,7 +21,6 @@ from kvfold.evaluation.memory import Memory
 from kvfold.evaluation.plot import Point, quality_plot
 from kvfold.evaluation.runner import Evaluation, Result
 
-WIDTH = 100
 PLOT_FORMATS = ("png", "svg", "pdf")
 
 
@@ -68,9 +67,13 @@ def _quality_cells(result: Result, spot: int) -> list[str]:
         memory = result.memory[spot]
         cells += [readable_bytes(memory.stored_bytes), f"{memory.times_smaller:.2f}x"]
     if result.speed is not None:
-        cells.append(f"{result.speed.prefill_tokens_per_second:,.0f}")
-        cells.append(f"{result.speed.decode_tokens_per_second:,.1f}")
+        cells.append(_rate(result.speed.prefill_tokens_per_second))
+        cells.append(_rate(result.speed.decode_tokens_per_second))
     return cells
+
+
+def _rate(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 99.95 else f"{tokens_per_second:.1f}"
 
 
 def memory_table(evaluation: Evaluation) -> Table:
@@ -110,7 +113,8 @@ def _table(caption: str) -> Table:
     return Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1),
-        width=None,
+        collapse_padding=True,
+        pad_edge=False,
         caption=caption,
         caption_justify="left",
         caption_style="dim",
