@@ -323,6 +323,7 @@ def main() -> None:
     table = Table(chosen.out / "depth.json", settings)
     plans = fits(anatomy(model))
     missing = [r for r in rows(plans) if r.name not in table.rows and chosen.only in r.name]
+    missing.sort(key=lambda row: row.name not in TARGETS)
     bench = Bench(model, test, table)
     print(f"no compression: {bench.base.perplexity:.2f}; {len(missing)} rows to measure")
     needed = {row.fit: plans[row.fit] for row in missing}

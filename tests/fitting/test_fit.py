@@ -117,8 +117,12 @@ def test_readers_of_a_regenerated_source_are_fitted_on_what_will_be_stored(tiny_
     model = tiny_model("llama", dtype=torch.float64)
     ced = {"method": "ced", "split": 2, "layers": [2]}
     csa2 = {"method": "csa2", "source": 2, "readers": [4]}
-    addon = fit(model, _plan(ced, csa2, anchors=0), _windows(), progress=False, ridge=1e-9)
-    alone = fit(model, _plan(csa2, anchors=0), _windows(), progress=False, ridge=1e-9)
+    addon = fit(
+        model, _plan(ced, csa2, anchors=0), _windows(), progress=False, ridge=1e-9, key_dispersion=0
+    )
+    alone = fit(
+        model, _plan(csa2, anchors=0), _windows(), progress=False, ridge=1e-9, key_dispersion=0
+    )
     method = addon.methods[0]
     seen = capture(model, anatomy(model), {*method.inputs, Source("keys", 4)}, _windows())
     code = method.encode(seen)

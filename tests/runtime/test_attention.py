@@ -13,7 +13,7 @@ from kvfold.anatomy import anatomy, attention_module, rotary, text_decoder
 from kvfold.methods import DepthMethod, Source, build_methods
 from kvfold.plan import Plan
 from kvfold.runtime.attach import attach
-from kvfold.runtime.layer import FoldedAttention
+from kvfold.runtime.layer import FoldedAttention, Rotation
 from kvfold.runtime.reference import reference_attention
 
 
@@ -77,15 +77,15 @@ def _reference(model: Any, layer: int, addon: Any, hidden: torch.Tensor) -> torc
     with torch.no_grad():
         made = shape.family.project(module, hidden)
         positions = torch.arange(hidden.shape[1])[None]
-        cos, sin = rotary(model, shape.family, positions, hidden)
+        rotation = Rotation.of(*rotary(model, shape.family, positions, hidden))
         flat = {
             Source("keys", layer): made.keys.transpose(1, 2).flatten(2),
             Source("values", layer): made.values.transpose(1, 2).flatten(2),
         }
-        slots = fold.unfold(method.encode(flat)[:, None], cos, sin)
+        slots = fold.unfold(method.encode(flat)[:, None], rotation)
         output = reference_attention(
-            fold.finish_queries(made.queries, cos, sin),
-            fold.finish_keys(made.keys, cos, sin),
+            fold.finish_queries(made.queries, rotation),
+            fold.finish_keys(made.keys, rotation),
             made.values,
             *(part[:, :, addon.plan.anchors :] for part in slots),
             anchors=addon.plan.anchors,

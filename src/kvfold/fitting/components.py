@@ -28,11 +28,17 @@ MAX_ROUNDS = 24
 
 
 class Code(NamedTuple):
-    """A fitted code, float64: `z = encoder @ x`, `target = decoder @ z + bias` on the stack."""
+    """A fitted code, float64: `z = encoder @ x`, `target = decoder @ z + bias` on the stack.
+
+    mean, variance: of the stacked targets; predicted: variance of what the code gives back.
+    """
 
     encoder: Tensor
     decoder: Tensor
     bias: Tensor
+    mean: Tensor
+    variance: Tensor
+    predicted: Tensor
 
 
 def sketch_columns(rank: int, width: int) -> int:
@@ -57,10 +63,13 @@ def principal_components(gram: Gram | Sketch, widths: tuple[int, ...], rank: int
     """
     scale = source_scales(gram.features.variance, widths)
     if isinstance(gram, Sketch):
-        basis = _sketched_basis(gram, scale, rank)
+        basis, held = _sketched_basis(gram, scale, rank)
     else:
-        basis = _gram_basis(gram, scale, rank)
-    return _code(basis, basis.T / scale, scale, gram.features.mean, gram.features.mean)
+        basis, held = _gram_basis(gram, scale, rank)
+    features = gram.features
+    return _code(
+        basis, basis.T / scale, scale, held, features.mean, features.mean, features.variance
+    )
 
 
 def reduced_rank(
@@ -84,25 +93,45 @@ def reduced_rank(
     cross = torch.cat([gram.cross_covariance(target) for target in targets], dim=1) / scale
     half = torch.linalg.solve_triangular(factor, cross, upper=False)
     basis = _right_singular(half, rank)
+    held = _held(basis, half.T @ (half @ basis))
     regression = torch.linalg.solve_triangular(factor.T, half @ basis, upper=True).T
     mean = torch.cat([m.mean for m in moments])
-    return _code(basis, regression, scale, gram.features.mean, mean)
+    variance = torch.cat([m.variance for m in moments])
+    return _code(basis, regression, scale, held, gram.features.mean, mean, variance)
 
 
-def _code(basis: Tensor, encoder: Tensor, scale: Tensor, input_mean: Tensor, mean: Tensor) -> Code:
+def _code(
+    basis: Tensor,
+    encoder: Tensor,
+    scale: Tensor,
+    held: Tensor,
+    input_mean: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+) -> Code:
     decoder = scale[:, None] * basis
-    return Code(encoder, decoder, mean - decoder @ (encoder @ input_mean))
+    bias = mean - decoder @ (encoder @ input_mean)
+    return Code(encoder, decoder, bias, mean, variance, scale.square() * held)
 
 
-def _gram_basis(gram: Gram, scale: Tensor, rank: int) -> Tensor:
+def _held(basis: Tensor, image: Tensor) -> Tensor:
+    """Diagonal of U (U' C U) U' from U and C U: the variance of each value that U keeps."""
+    inner = basis.T @ image
+    return ((basis @ inner) * basis).sum(dim=1)
+
+
+def _gram_basis(gram: Gram, scale: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     if gram.width <= EXACT_WIDTH:
-        return _leading(gram.covariance() / torch.outer(scale, scale), rank)
+        matrix = gram.covariance() / torch.outer(scale, scale)
+        exact = _leading(matrix, rank)
+        return exact, _held(exact, matrix @ exact)
 
     def apply(x: Tensor) -> Tensor:
         s = scale.to(x.dtype)[:, None]
         return gram.times(x / s) / s
 
-    return top_eigenvectors(apply, gram.width, rank, scale.device).double()
+    basis = top_eigenvectors(apply, gram.width, rank, scale.device)
+    return basis.double(), _held(basis, apply(basis)).double()
 
 
 def _leading(matrix: Tensor, rank: int) -> Tensor:
@@ -157,7 +186,7 @@ def _orthonormal(x: Tensor) -> Tensor:
     return basis
 
 
-def _sketched_basis(sketch: Sketch, scale: Tensor, rank: int) -> Tensor:
+def _sketched_basis(sketch: Sketch, scale: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Nystrom: C is about `Y (Omega' Y)^-1 Y'` for Y = C Omega, all in scaled coordinates."""
     omega = sketch.omega() * scale[:, None]
     image = sketch.centred_product() / scale[:, None]
@@ -167,4 +196,5 @@ def _sketched_basis(sketch: Sketch, scale: Tensor, rank: int) -> Tensor:
     values, vectors = torch.linalg.eigh(core)
     keep = values > 1e-10 * values[-1]
     root = image @ (vectors[:, keep] / values[keep].sqrt())
-    return _right_singular(root.T, rank)
+    basis = _right_singular(root.T, rank)
+    return basis, _held(basis, root @ (root.T @ basis))

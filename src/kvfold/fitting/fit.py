@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from kvfold.anatomy import Anatomy, anatomy, text_decoder
 from kvfold.errors import CorpusError
 from kvfold.fitting.checkpoint import job_digest, load_checkpoint, save_checkpoint
+from kvfold.fitting.dispersion import DEFAULT_STRENGTH
 from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.report import report_fit
 from kvfold.fitting.ridge import DEFAULT_RIDGE
@@ -53,6 +54,7 @@ def fit(
     held_out: Tensor | None = None,
     *,
     ridge: float = DEFAULT_RIDGE,
+    key_dispersion: float = DEFAULT_STRENGTH,
     batch: int | None = None,
     checkpoint: Path | None = None,
     checkpoint_every: int = 32,
@@ -61,7 +63,8 @@ def fit(
     """Fit a plan's maps and codes to a frozen model, in closed form.
 
     tokens: (windows, seq) ids without padding. held_out: likewise; if given, the add-on's report
-    has R^2 and attention-output cosine on them. ridge: see `kvfold.fitting.ridge`. batch: windows
+    has R^2 and attention-output cosine on them. ridge: see `kvfold.fitting.ridge`.
+    key_dispersion: see `kvfold.fitting.dispersion`; 0 for plain least squares. batch: windows
     in one forward. checkpoint: a file to go on from and to write every `checkpoint_every`
     batches; it is deleted at the end. The model is left as it was; the add-on has its dtype and
     device.
@@ -76,11 +79,11 @@ def fit(
     first = next(decoder.parameters())
     methods.to(first.device, torch.float64 if first.dtype == torch.float64 else torch.float32)
     batch = batch or max(1, TOKENS_PER_BATCH // max(1, tokens.shape[-1] if tokens.ndim else 1))
-    job = _Job(model, shape, plan, methods, tokens, ridge, batch)
+    job = _Job(model, shape, plan, methods, tokens, ridge, key_dispersion, batch)
     if checkpoint is not None:
         checkpoint = Path(checkpoint)
         job.checkpoint, job.checkpoint_every = checkpoint, checkpoint_every
-        settings = (plan.to_json(), fingerprint.to_json(), f"{ridge!r} {batch}")
+        settings = (plan.to_json(), fingerprint.to_json(), f"{ridge!r} {key_dispersion!r} {batch}")
         job.digest = job_digest(*settings, tokens=tokens)
     with _frozen(model), _bar(progress) as bar:
         report: dict[str, Any] = {"fit": job.run(bar)}
@@ -102,6 +105,7 @@ class _Job:
     methods: nn.ModuleList
     tokens: Tensor
     ridge: float
+    key_dispersion: float
     batch: int
     checkpoint: Path | None = None
     checkpoint_every: int = 0
@@ -135,7 +139,7 @@ class _Job:
             windows += self._pass(tasks, stage, begin, bar)
             streamed = time.perf_counter()
             for task in tasks:
-                task.solve(self.ridge)
+                task.solve(self.ridge, self.key_dispersion)
             streaming += streamed - started
             solving += time.perf_counter() - streamed
         seen = windows * self.tokens.shape[1] if windows else 0
@@ -143,6 +147,7 @@ class _Job:
             "tokens": self.tokens.numel(),
             "passes": len(order),
             "ridge": self.ridge,
+            "key_dispersion": self.key_dispersion,
             "seconds": round(streaming, 3),
             "tokens_per_second": round(seen / streaming, 1) if seen else None,
             "solve_seconds": round(solving, 3),

@@ -21,7 +21,7 @@ from kvfold.fitting.tasks import target_of
 from kvfold.methods import Activations, DepthMethod, Source
 from kvfold.plan import Plan
 from kvfold.runtime.capture import capture_all
-from kvfold.runtime.layer import FoldedAttention
+from kvfold.runtime.layer import FoldedAttention, Rotation
 from kvfold.runtime.reference import reference_attention
 from kvfold.runtime.schedule import Schedule
 
@@ -167,9 +167,9 @@ class _Queries:
         self.fold = fold
         self.dtype = hidden.dtype
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        self.cos, self.sin = rotary(model, fold.family, positions, hidden)
+        self.rotation = Rotation.of(*rotary(model, fold.family, positions, hidden))
         projected = fold.family.project(fold.module, hidden)
-        queries = fold.finish_queries(projected.queries, self.cos, self.sin)
+        queries = fold.finish_queries(projected.queries, self.rotation)
         self.queries = exact_dtype(queries[:, :, first:])
         gate = projected.gate
         self.gate = None if gate is None else exact_dtype(gate[:, first:]).sigmoid()
@@ -177,7 +177,7 @@ class _Queries:
     def ready(self, flat: Tensor, *, keys: bool = True) -> Tensor:
         """Keys or values (1, seq, kv_width) as attention takes them, normed and rotated."""
         heads = self.fold.heads(flat.to(self.dtype))
-        return exact_dtype(self.fold.finish_keys(heads, self.cos, self.sin) if keys else heads)
+        return exact_dtype(self.fold.finish_keys(heads, self.rotation) if keys else heads)
 
     def attend(
         self, own: tuple[Tensor, Tensor], history: tuple[Tensor, Tensor], plan: Plan

@@ -8,6 +8,7 @@ that it means the same whatever the scale and the number of tokens. The design's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -51,9 +52,17 @@ def solve(gram: Gram, target: str, factor: Tensor, *, centred: bool) -> RidgeFit
 
 @torch.no_grad()
 def fit_linears(
-    gram: Gram, linears: dict[str, nn.Linear], *, ridge: float = DEFAULT_RIDGE, name: str
+    gram: Gram,
+    linears: dict[str, nn.Linear],
+    *,
+    ridge: float = DEFAULT_RIDGE,
+    name: str,
+    finish: Callable[[str, nn.Linear, Tensor, Tensor, Tensor], None] | None = None,
 ) -> None:
     """Fit one linear layer per target name, in place.
+
+    finish: called with each target that has a bias, its layer, the target's variance, the
+    prediction's and the mean (see `kvfold.fitting.dispersion`).
 
     name: of the features, for messages. Raises `FitError` if the features are degenerate.
     """
@@ -66,3 +75,7 @@ def fit_linears(
         linear.weight.copy_(fit.weight)
         if fit.bias is not None:
             linear.bias.copy_(fit.bias)
+            if finish is not None:
+                moments = gram.targets[target]
+                predicted = (fit.weight * gram.times(fit.weight.T).T).sum(dim=1)
+                finish(target, linear, moments.variance, predicted, moments.mean)

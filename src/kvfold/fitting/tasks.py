@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvfold.anatomy import Anatomy
 from kvfold.fitting.components import (
@@ -23,6 +23,7 @@ from kvfold.fitting.components import (
     sketch_columns,
     source_scales,
 )
+from kvfold.fitting.dispersion import Stretch, stretch_keys
 from kvfold.fitting.gram import Gram, Sketch, exact_dtype
 from kvfold.fitting.ridge import fit_linears
 from kvfold.methods import (
@@ -54,7 +55,7 @@ class Task(Protocol):
     def add(self, activations: Activations) -> None:
         """Take in the activations of one batch."""
 
-    def solve(self, ridge: float) -> None:
+    def solve(self, ridge: float, key_dispersion: float) -> None:
         """Write the weights."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,10 +87,18 @@ class RegressionTask:
         }
         self.gram.add(self.problems[0].features(activations), targets)
 
-    def solve(self, ridge: float) -> None:
-        """Ridge regression for every target."""
+    def solve(self, ridge: float, key_dispersion: float) -> None:
+        """Ridge regression for every target; keys are stretched to vary as the real ones do."""
+        targets = {str(problem.target): problem.target for problem in self.problems}
         linears = {str(problem.target): problem.linear for problem in self.problems}
-        fit_linears(self.gram, linears, ridge=ridge, name=self.name)
+        stretch = stretch_keys(self.anatomy, key_dispersion)
+
+        def finish(
+            name: str, linear: nn.Linear, variance: Tensor, predicted: Tensor, mean: Tensor
+        ) -> None:
+            stretch(targets[name], linear, variance, predicted, mean)
+
+        fit_linears(self.gram, linears, ridge=ridge, name=self.name, finish=finish)
 
     def state_dict(self) -> dict[str, Any]:
         """The Gram matrix."""
@@ -142,15 +151,15 @@ class ComponentsTask:
     def _target_widths(self) -> Iterable[tuple[Source, int]]:
         return zip(self.problem.targets, self.widths, strict=True)
 
-    def solve(self, ridge: float) -> None:
-        """Principal components, or reduced-rank regression."""
+    def solve(self, ridge: float, key_dispersion: float) -> None:
+        """Principal components, or reduced-rank regression; keys are stretched likewise."""
         assert self.gram is not None
         if self.own or isinstance(self.gram, Sketch):
             code = principal_components(self.gram, self.widths, self.rank)
         else:
             names = tuple(str(target) for target in self.problem.targets)
             code = reduced_rank(self.gram, names, self.rank, ridge=ridge, name=self.name)
-        _write_code(self.problem, self.widths, code)
+        _write_code(self.problem, self.widths, code, stretch_keys(self.anatomy, key_dispersion))
 
     def state_dict(self) -> dict[str, Any]:
         """The sums and of which kind they are."""
@@ -174,7 +183,7 @@ class ComponentsTask:
 
 
 @torch.no_grad()
-def _write_code(problem: Components, widths: tuple[int, ...], code: Code) -> None:
+def _write_code(problem: Components, widths: tuple[int, ...], code: Code, stretch: Stretch) -> None:
     """Weights of a code that may have fewer values than were asked for: the rest stay zero."""
     found = len(code.encoder)
     problem.encoder.weight.zero_()
@@ -182,9 +191,11 @@ def _write_code(problem: Components, widths: tuple[int, ...], code: Code) -> Non
     start = 0
     for target, width in zip(problem.targets, widths, strict=True):
         linear = problem.decoders[target]
+        part = slice(start, start + width)
         linear.weight.zero_()
-        linear.weight[:, :found].copy_(code.decoder[start : start + width])
-        linear.bias.copy_(code.bias[start : start + width])
+        linear.weight[:, :found].copy_(code.decoder[part])
+        linear.bias.copy_(code.bias[part])
+        stretch(target, linear, code.variance[part], code.predicted[part], code.mean[part])
         start += width
 
 

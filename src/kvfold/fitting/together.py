@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvfold.anatomy import Anatomy, anatomy, text_decoder
 from kvfold.errors import CorpusError
+from kvfold.fitting.dispersion import DEFAULT_STRENGTH
 from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.ridge import DEFAULT_RIDGE
 from kvfold.fitting.tasks import ComponentsTask, Task, stages, tasks_of_stage
@@ -34,6 +35,7 @@ def fit_together(
     tokens: Tensor,
     *,
     ridge: float = DEFAULT_RIDGE,
+    key_dispersion: float = DEFAULT_STRENGTH,
     progress: bool = True,
 ) -> dict[str, AddOn]:
     """What `fit` would make of each plan, from one pass over the text for every stage.
@@ -59,14 +61,14 @@ def fit_together(
         label = f"fitting {len(plans)} plans, stage {stage + 1}"
         _one_pass(model, shape, leaders.values(), tokens, label if progress else None)
         for anchors, task in tasks:
-            _solve(task, leaders[_key(anchors, task)][1], ridge)
+            _solve(task, leaders[_key(anchors, task)][1], ridge, key_dispersion)
     fingerprint = Fingerprint.of(model)
     return {
         name: AddOn(
             plan,
             methods[name].to(first.dtype).requires_grad_(False),
             fingerprint,
-            {"fit": {"tokens": tokens.numel(), "ridge": ridge}},
+            {"fit": {"tokens": tokens.numel(), "ridge": ridge, "key_dispersion": key_dispersion}},
         )
         for name, plan in plans.items()
     }
@@ -89,10 +91,10 @@ def _leaders(tasks: Iterable[tuple[int, Task]]) -> dict[tuple[Any, ...], tuple[i
     return chosen
 
 
-def _solve(task: Task, leader: Task, ridge: float) -> None:
+def _solve(task: Task, leader: Task, ridge: float, key_dispersion: float) -> None:
     if isinstance(task, ComponentsTask) and isinstance(leader, ComponentsTask):
         task.gram = leader.gram
-    task.solve(ridge)
+    task.solve(ridge, key_dispersion)
 
 
 def _one_pass(

@@ -28,7 +28,7 @@ from kvfold.plan import Plan
 from kvfold.runtime.attention import NewTokens, attend
 from kvfold.runtime.cache import FoldedCache
 from kvfold.runtime.forward import DecoderForward
-from kvfold.runtime.layer import FoldedAttention
+from kvfold.runtime.layer import FoldedAttention, Rotation
 from kvfold.runtime.reading import choose_readings, free_memory
 from kvfold.runtime.schedule import Schedule, Step
 
@@ -94,7 +94,7 @@ class Attachment:
                 self._fed_by.setdefault(source, []).append(method)
         self.cache: FoldedCache | None = None
         self.activations: dict[Source, Tensor] = {}
-        self._rotary: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._rotations: dict[tuple[int, int], Rotation] = {}
         self._restore: list[tuple[nn.Module, Any]] = []
         self._hooks: list[Any] = []
         self._patch()
@@ -149,6 +149,10 @@ class Attachment:
 
         return hook
 
+    def is_wanted(self, source: Source) -> bool:
+        """Whether some method encodes this activation."""
+        return source in self._fed_by
+
     def publish(self, found: dict[Source, Tensor]) -> None:
         """Take activations of the current step and encode every code that they complete."""
         if self.cache is None or self.cache.step is None:
@@ -160,15 +164,21 @@ class Attachment:
         for method in fed.values():
             self.cache.publish(self.activations, method)
 
-    def rotary_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at consecutive positions (rows, seq), remembered for one step."""
-        if positions.shape[0] > 1:
-            return rotary(self.model, self.anatomy.family, positions, self._like())
-        key = (int(positions[0, 0]), positions.shape[1], 0)
-        if key not in self._rotary:
+    def rotary_at(self, positions: Tensor) -> Rotation:
+        """The rotation at consecutive positions (rows, seq), remembered for one step."""
+        one_row = positions.shape[0] == 1
+        key = (int(positions[0, 0]), positions.shape[1]) if one_row else (id(positions), 0)
+        if key not in self._rotations:
             made = rotary(self.model, self.anatomy.family, positions, self._like())
-            self._rotary[key] = made
-        return self._rotary[key]
+            self._rotations[key] = Rotation.of(*made)
+        return self._rotations[key]
+
+    def own_rotation(self, embeddings: tuple[Tensor, Tensor]) -> Rotation:
+        """The rotation of the step's own tokens, from what the decoder hands to every layer."""
+        key = (id(embeddings[0]), -1)
+        if key not in self._rotations:
+            self._rotations[key] = Rotation.of(*embeddings)
+        return self._rotations[key]
 
     def _like(self) -> Tensor:
         return torch.empty(0, dtype=self.model.dtype, device=self.model.device)
@@ -181,7 +191,7 @@ class Attachment:
         cache.begin(step, record=record)
         self.cache = cache
         self.activations = {}
-        self._rotary = {}
+        self._rotations = {}
         if cache.given is not None:
             for method in self.methods:
                 cache.publish({}, method)
@@ -192,7 +202,7 @@ class Attachment:
         self.activations = {}
         if done and cache is not None:
             cache.commit(self.rotary_at)
-        self._rotary = {}
+        self._rotations = {}
 
     def new_cache(self, *, given: dict[int, Tensor] | None = None) -> FoldedCache:
         """An empty cache for the attached model."""
@@ -259,6 +269,7 @@ class Attachment:
 
 def _attention_forward(attachment: Attachment, fold: FoldedAttention) -> Any:
     """The forward that stands in for a folded layer's attention module."""
+    own_keys, own_values = Source("keys", fold.index), Source("values", fold.index)
 
     def forward(
         hidden_states: Tensor,
@@ -270,23 +281,24 @@ def _attention_forward(attachment: Attachment, fold: FoldedAttention) -> Any:
         made = fold.family.project(fold.module, hidden_states)
         attachment.publish(
             {
-                Source("keys", fold.index): _flat(made.keys),
-                Source("values", fold.index): _flat(made.values),
+                source: _flat(part)
+                for source, part in ((own_keys, made.keys), (own_values, made.values))
+                if attachment.is_wanted(source)
             }
         )
         cache = attachment.cache
         assert cache is not None and cache.step is not None
-        cos, sin = position_embeddings
+        rotation = attachment.own_rotation(position_embeddings)
         new = NewTokens(
-            fold.finish_queries(made.queries, cos, sin),
-            fold.finish_keys(made.keys, cos, sin),
+            fold.finish_queries(made.queries, rotation),
+            fold.finish_keys(made.keys, rotation),
             made.values,
         )
         layer, step = cache.folded_layer(fold.index), cache.step
         store = cache.stores.get(id(fold.method))
         layer.prepare(new.keys, new.values)
         if step.folded and store is not None and step.most_exits:
-            layer.write_slots(step, store.exits(step), *attachment.rotary_at(step.exit_positions))
+            layer.write_slots(step, store.exits(step), attachment.rotary_at(step.exit_positions))
         mixed = attend(fold, layer, store, step, new, attachment.rotary_at)
         mixed = mixed.transpose(1, 2).flatten(2)
         if made.gate is not None:

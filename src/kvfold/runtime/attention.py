@@ -19,14 +19,14 @@ from torch.nn import functional
 
 from kvfold.runtime.codes import CodeStore
 from kvfold.runtime.folded_layer import FoldedLayer
-from kvfold.runtime.layer import FoldedAttention
+from kvfold.runtime.layer import FoldedAttention, Rotation
 from kvfold.runtime.schedule import Step
 
 QUERY_BLOCK = 256
 SLOT_BLOCK = 512
 
-RotaryAt = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""positions (rows, seq) -> cos, sin, each (rows, seq, rotary_dim)."""
+RotaryAt = Callable[[Tensor], Rotation]
+"""Positions (rows, seq) to their rotation."""
 
 
 @dataclass(frozen=True)
@@ -327,8 +327,8 @@ class _SlotReader:
         keys = values = None
         if not self.fold.absorbs_keys() or self.values is None:
             positions = torch.arange(slots.start, slots.stop, device=codes.device)
-            cos, sin = rotary_at(positions[None] + self.layer.schedule.anchors)
-            keys, values = self.fold.unfold(codes, cos, sin)
+            rotation = rotary_at(positions[None] + self.layer.schedule.anchors)
+            keys, values = self.fold.unfold(codes, rotation)
         if self.fold.absorbs_keys():
             logits = self._absorbed_logits(slots, codes)
         else:

@@ -116,7 +116,7 @@ class FoldedCache(Cache):
     def commit(self, rotary: Any) -> None:
         """End the step: write what attention did not need yet, and count the tokens.
 
-        rotary: positions (rows, seq) -> cos, sin.
+        rotary: positions (rows, seq) -> their rotation.
         """
         step = self.step
         assert step is not None
@@ -135,11 +135,11 @@ class FoldedCache(Cache):
         """Expand the step's exits in every layer (exact prefill does it at the end)."""
         if step.most_exits == 0:
             return
-        cos, sin = rotary(step.exit_positions)
+        rotation = rotary(step.exit_positions)
         for layer in self.layers:
             if isinstance(layer, FoldedLayer) and layer.fold.method.code_width:
                 codes = self.stores[id(layer.fold.method)].exits(step)
-                layer.write_slots(step, codes, cos, sin)
+                layer.write_slots(step, codes, rotation)
 
     def nbytes(self) -> Ledger:
         """Bytes of every storage that the cache holds, by component."""

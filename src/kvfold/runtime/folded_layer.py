@@ -9,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.errors import CacheError
 from kvfold.runtime.buffers import grown
-from kvfold.runtime.layer import FoldedAttention
+from kvfold.runtime.layer import FoldedAttention, Rotation
 from kvfold.runtime.schedule import Schedule, Step
 
 
@@ -61,12 +61,12 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             step.ring_write.apply(self.keys, keys)
             step.ring_write.apply(self.values, values)
 
-    def write_slots(self, step: Step, codes: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Expand the step's exits: codes (batch, 1, exits, code_width), cos and sin theirs."""
+    def write_slots(self, step: Step, codes: Tensor, rotation: Rotation) -> None:
+        """Expand the step's exits: codes (batch, 1, exits, code_width)."""
         fixed = self.schedule.exact_size
         needed = max(span.stop for span in step.exits)
         if self.fold.reading == "expanded":
-            keys, values = self.fold.unfold(codes, cos, sin)
+            keys, values = self.fold.unfold(codes, rotation)
             self.keys = grown(self.keys, fixed, needed)
             self.values = grown(self.values, fixed, needed)
             write = step.slot_write(fixed)
@@ -74,15 +74,13 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 write.apply(self.keys, keys)
                 write.apply(self.values, values)
         elif self.fold.absorbs_keys():
-            self._write_rotary(step, codes, cos, sin, needed)
+            self._write_rotary(step, codes, rotation, needed)
 
-    def _write_rotary(
-        self, step: Step, codes: Tensor, cos: Tensor, sin: Tensor, needed: int
-    ) -> None:
+    def _write_rotary(self, step: Step, codes: Tensor, rotation: Rotation, needed: int) -> None:
         flat, _ = self.fold.method.decode(self.fold.index, codes[:, 0])
         keys = self.fold.heads(flat)
         rho, _ = self.fold.key_scales(keys)
-        turned = self.fold.finish_keys(keys, cos, sin)[..., : self.fold.anatomy.rotary_dim]
+        turned = self.fold.finish_keys(keys, rotation)[..., : self.fold.anatomy.rotary_dim]
         write = step.slot_write(0)
         if self.rotary is None:
             self.rotary = turned[:, :, :0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +14,30 @@ from kvfold.methods import AffineMap, DepthMethod
 Reading = Literal["expanded", "shared", "absorbed", "dropped"]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on the first rotary_dim values of each head, in halves.
+class Rotation(NamedTuple):
+    """RoPE at some positions: `x * cos + swap(x) * sin`, swap exchanging a head's two halves.
 
-    x: (batch, heads, seq, head_dim). cos, sin: (rows, seq, rotary_dim).
+    cos, sin: (rows, 1, seq, rotary_dim); the first half of `sin` is negative, which spares the
+    negation and the concatenation of the usual form.
     """
-    cos, sin = cos[:, None], sin[:, None]
-    width = cos.shape[-1]
-    turned, passed = x[..., :width], x[..., width:]
-    half = width // 2
-    swapped = torch.cat([-turned[..., half:], turned[..., :half]], dim=-1)
-    turned = turned * cos + swapped * sin
-    return turned if passed.shape[-1] == 0 else torch.cat([turned, passed], dim=-1)
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor) -> Rotation:
+        """From cosines and sines (rows, seq, rotary_dim) as the model makes them."""
+        first, second = sin.chunk(2, dim=-1)
+        return cls(cos[:, None], torch.cat([-first, second], dim=-1)[:, None])
+
+    def turn(self, x: Tensor) -> Tensor:
+        """The first rotary_dim values of each head of x (batch, heads, seq, head_dim), turned."""
+        width = self.cos.shape[-1]
+        if width == x.shape[-1]:
+            return torch.addcmul(x * self.cos, x.roll(width // 2, -1), self.sin)
+        part = x[..., :width]
+        turned = torch.addcmul(part * self.cos, part.roll(width // 2, -1), self.sin)
+        return torch.cat([turned, x[..., width:]], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -48,22 +60,22 @@ class FoldedAttention:
         """(batch, seq, kv_width) to (batch, kv_heads, seq, head_dim)."""
         return flat.view(*flat.shape[:2], -1, self.anatomy.head_dim).transpose(1, 2)
 
-    def finish_keys(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def finish_keys(self, keys: Tensor, rotation: Rotation) -> Tensor:
         """k_norm and RoPE: keys (batch, kv_heads, seq, head_dim), pre-norm, pre-RoPE."""
         if self.anatomy.k_norm != "none":
             keys = self.module.k_norm(keys)
-        return rotate(keys, cos, sin) if self.anatomy.rotary_dim else keys
+        return rotation.turn(keys) if self.anatomy.rotary_dim else keys
 
-    def finish_queries(self, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def finish_queries(self, queries: Tensor, rotation: Rotation) -> Tensor:
         """q_norm and RoPE: queries (batch, heads, seq, head_dim)."""
         if self.anatomy.k_norm != "none":
             queries = self.module.q_norm(queries)
-        return rotate(queries, cos, sin) if self.anatomy.rotary_dim else queries
+        return rotation.turn(queries) if self.anatomy.rotary_dim else queries
 
-    def unfold(self, codes: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def unfold(self, codes: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Attention-ready keys and values of codes (batch, 1, slots, code_width)."""
         keys, values = self.method.decode(self.index, codes[:, 0])
-        return self.finish_keys(self.heads(keys), cos, sin), self.heads(values)
+        return self.finish_keys(self.heads(keys), rotation), self.heads(values)
 
     def absorbs_keys(self) -> bool:
         """Whether logits are computed against codes for the non-rotary part of the keys."""
