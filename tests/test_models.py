@@ -12,8 +12,13 @@ import torch
 
 import kvfold
 from kvfold import models
-from kvfold.errors import KvfoldError, MissingExtraError, UnsupportedModelError
-from kvfold.models import DEFAULT_MODEL, ModelNotFoundError, load, load_config, load_tokenizer
+from kvfold.errors import (
+    KvfoldError,
+    MissingExtraError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from kvfold.models import DEFAULT_MODEL, load, load_config, load_tokenizer
 
 
 @pytest.fixture(scope="module")

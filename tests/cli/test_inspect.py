@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import kvfold
 from kvfold.cli import build_app
-from kvfold.cli.inspect import LENGTHS, RESIDENCES, layer_ranges, readable_bytes
+from kvfold.cli.inspect import LENGTHS, RESIDENCES, layer_ranges
 from kvfold.presets import PRESETS
 
 
@@ -157,9 +157,3 @@ def test_help_lists_every_command_and_each_has_an_example(run):
 )
 def test_layer_numbers_are_shortened(indices, expected):
     assert layer_ranges(indices) == expected
-
-
-def test_bytes_are_shown_with_a_unit():
-    assert readable_bytes(512) == "512 B"
-    assert readable_bytes(47_185_920) == "45.0 MiB"
-    assert readable_bytes(3 * 1024**4) == "3.0 TiB"

@@ -9,11 +9,11 @@ import os
 import pytest
 from rich.console import Console
 
+from kvfold.errors import ReportError
 from kvfold.evaluation import report
 from kvfold.evaluation.memory import Memory
 from kvfold.evaluation.plot import Point, quality_figure, quality_plot
 from kvfold.evaluation.report import (
-    ReportError,
     memory_table,
     quality_table,
     readable_bytes,

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
+from kvfold.errors import EvaluationError
 from kvfold.evaluation.candidates import with_plan
-from kvfold.evaluation.runner import PLAIN, EvaluationError, evaluate
+from kvfold.evaluation.runner import PLAIN, evaluate
 from kvfold.evaluation.speed import SpeedSettings
 from kvfold.plan import Plan
 

@@ -170,6 +170,8 @@ def layer_ranges(indices: Sequence[int]) -> str:
 
 
 def _cache_lines(report: dict[str, Any]) -> str:
+    from kvfold.evaluation.report import readable_bytes
+
     lines = [f"Plain cache (16-bit): {report['bytes_per_token']:,} bytes a token"]
     if report["recurrent_bytes"]:
         state = readable_bytes(report["recurrent_bytes"])
@@ -178,6 +180,8 @@ def _cache_lines(report: dict[str, Any]) -> str:
 
 
 def _saving_table(report: dict[str, Any]) -> Table:
+    from kvfold.evaluation.report import readable_bytes
+
     table = Table(
         title="Cache of one row",
         title_justify="left",
@@ -200,13 +204,3 @@ def _saving_table(report: dict[str, Any]) -> Table:
             cells = (f"{readable_bytes(sizes[str(n)])}  {times[str(n)]:.2f}x" for n in LENGTHS)
             table.add_row("" if row else name, resident, *cells)
     return table
-
-
-def readable_bytes(size: int) -> str:
-    """Bytes with a binary unit: `512 B`, `45.0 MiB`."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from kvfold.evaluation.candidates import Candidate, with_plan
-from kvfold.evaluation.runner import PLAIN, Evaluation, EvaluationError, Result, evaluate
+from kvfold.evaluation.runner import PLAIN, Evaluation, Result, evaluate
 
 __all__ = [
     "PLAIN",
     "Candidate",
     "Evaluation",
-    "EvaluationError",
     "Result",
     "evaluate",
     "with_plan",

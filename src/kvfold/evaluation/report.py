@@ -15,17 +15,13 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from kvfold.errors import KvfoldError
+from kvfold.errors import ReportError
 from kvfold.evaluation.environment import environment
 from kvfold.evaluation.memory import Memory
 from kvfold.evaluation.plot import Point, quality_plot
 from kvfold.evaluation.runner import Evaluation, Result
 
 PLOT_FORMATS = ("png", "svg", "pdf")
-
-
-class ReportError(KvfoldError, OSError):
-    """A report can't be written where it was asked for."""
 
 
 def readable_bytes(count: float) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.anatomy import Anatomy, anatomy
-from kvfold.errors import KvfoldError
+from kvfold.errors import EvaluationError
 from kvfold.evaluation.chunks import Measure, logit_chunks
 from kvfold.evaluation.fidelity import Fidelity
 from kvfold.evaluation.memory import Memory, memory_at
@@ -29,10 +29,6 @@ from kvfold.runtime.logits import plain_hidden_states
 
 PLAIN = "no compression"
 History = Literal["folded", "exact"]
-
-
-class EvaluationError(KvfoldError, RuntimeError):
-    """A measurement gave something that is not a number, or was asked of nothing."""
 
 
 @dataclass(frozen=True)

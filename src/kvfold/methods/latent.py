@@ -77,12 +77,19 @@ class LatentFold(DepthMethod):
         )
 
     def encoder_input(self, sources: tuple[Source, ...], activations: Activations) -> Tensor:
-        """The named activations side by side, as the encoder reads them."""
+        """The named activations side by side, as the encoder reads them.
+
+        A hidden state is divided by its root mean square, as CED does: some of its values are
+        hundreds of times larger than the others at single tokens.
+        """
         parts = []
         for source in sources:
             x = activations[source]
-            unit = self.unit_keys and source.kind == "keys"
-            parts.append(unit_rms_heads(x, self.head_dim) if unit else x)
+            if source.kind == "hidden":
+                x = rms_normalize(x)
+            elif self.unit_keys and source.kind == "keys":
+                x = unit_rms_heads(x, self.head_dim)
+            parts.append(x)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def encode(self, activations: Activations) -> Tensor:
