@@ -21,6 +21,7 @@ LEVELS = (
     ("runtime",),
     ("fitting", "evaluation", "store", "serving"),
     ("cli",),
+    ("__main__",),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 SAME_LEVEL_ALLOWED = {("fitting", "store"), ("evaluation", "store"), ("serving", "store")}

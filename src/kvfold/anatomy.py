@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvfold.errors import UnsupportedModelError
+from kvfold.errors import AttachError, UnsupportedModelError
 
 LayerKind = Literal["full_attention", "sliding_attention", "linear_attention"]
 KNormKind = Literal["none", "rms", "rms_plus_one"]
@@ -306,6 +306,19 @@ def text_decoder(model: Any) -> Any:
             f"{type(model).__name__}, whose decoder {type(decoder).__name__} has not"
         )
     return decoder
+
+
+ATTACHMENT_MARK = "_kvfold_attachment"
+"""Attribute of a decoder's forward that tells that an add-on stands in for the model's own."""
+
+
+def require_plain(model: Any) -> None:
+    """Raise `AttachError` if an add-on is attached: some work needs the model as it is."""
+    if getattr(text_decoder(model).forward, ATTACHMENT_MARK, None) is not None:
+        raise AttachError(
+            "an add-on is attached to this model already; detach it first (leave its with block, "
+            "or call detach())"
+        )
 
 
 def attention_module(model: Any, layer: int) -> Any:

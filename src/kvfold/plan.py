@@ -12,14 +12,24 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from kvfold.anatomy import Anatomy
 from kvfold.errors import PlanError
 
 PrefillAttention = Literal["exact", "folded"]
 Resident = Literal["auto", "expanded", "shared", "absorbed"]
-Layers = Annotated[tuple[int, ...], Field(min_length=1)]
+Layers = Annotated[tuple[StrictInt, ...], Field(min_length=1)]
+Count = Annotated[StrictInt, Field(ge=0, le=2**24)]
+"""A number of tokens or layers; bounded, so that a slip of the hand can't ask for terabytes."""
 
 
 class _Frozen(BaseModel):
@@ -47,7 +57,7 @@ class Ced(_Frozen):
     """
 
     method: Literal["ced"] = "ced"
-    split: int = Field(ge=0)
+    split: Count
     layers: Layers
     bias: bool = True
     normalize: bool = True
@@ -63,12 +73,12 @@ class Csa2(_Frozen):
     """
 
     method: Literal["csa2"] = "csa2"
-    source: int = Field(ge=0)
+    source: Count
     readers: Layers
     form: Literal["joint", "separate"] = "joint"
     bias: bool = True
-    residual_hidden: int = Field(default=0, ge=0)
-    value_source: int | None = Field(default=None, ge=0)
+    residual_hidden: Count = 0
+    value_source: Count | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -80,8 +90,10 @@ class Csa2(_Frozen):
 
     @model_validator(mode="after")
     def _sources_do_not_read(self) -> Csa2:
-        if self.source in self.readers:
-            raise ValueError(f"layer {self.source} can't be source and reader at once")
+        for layer in {self.source, self.value_source} & set(self.readers):
+            raise ValueError(f"layer {layer} can't be source and reader at once")
+        if len(set(self.readers)) != len(self.readers):
+            raise ValueError(f"readers name a layer twice: {list(self.readers)}")
         return self
 
 
@@ -94,9 +106,9 @@ class Latent(_Frozen):
 
     method: Literal["latent"] = "latent"
     layers: Layers
-    rank: int = Field(ge=1)
-    value_rank: int | None = Field(default=None, ge=1)
-    split: int | None = Field(default=None, ge=0)
+    rank: StrictInt = Field(ge=1)
+    value_rank: StrictInt | None = Field(default=None, ge=1)
+    split: Count | None = None
 
 
 DepthEntry = Annotated[Identity | Drop | Ced | Csa2 | Latent, Field(discriminator="method")]
@@ -113,8 +125,8 @@ class Plan(_Frozen):
     """
 
     version: Literal[1] = 1
-    anchors: int = Field(default=4, ge=0)
-    window: int = Field(default=128, ge=0)
+    anchors: Count = 4
+    window: Count = 128
     prefill_attention: PrefillAttention = "folded"
     resident: Resident = "auto"
     depth: tuple[DepthEntry, ...] = ()
@@ -263,6 +275,11 @@ def _check_partition(depth: tuple[DepthEntry, ...]) -> None:
         for layer in set(entry.layers) - set(entry.readers)
     }
     feeding = {i for i, e in enumerate(depth) if isinstance(e, Ced) and sources & set(e.layers)}
+    served = [layer for index in sorted(feeding) for layer in depth[index].layers]
+    if len(set(served)) != len(served):
+        raise PlanError(
+            f"each csa2 source may be fed by one ced entry; got {served} from several; keep one"
+        )
     for index in feeding:
         _check_feeding(set(depth[index].layers), sources, depth)
     owner: dict[int, str] = {}

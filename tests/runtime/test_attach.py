@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import nn
 
 from kvfold.anatomy import anatomy, text_decoder
 from kvfold.errors import AttachError, CacheError, PlanError, UnsupportedModelError
-from kvfold.methods import build_methods
+from kvfold.methods import Source, build_methods
 from kvfold.plan import Plan
 from kvfold.runtime.attach import attach
+from kvfold.runtime.capture import capture
+from kvfold.runtime.logits import plain_hidden_states
 
 UPPER = [2, 3, 4, 5]
 CED = [{"method": "ced", "split": 2, "layers": UPPER}]
@@ -54,6 +57,49 @@ def test_a_cache_goes_on_only_with_its_own_attachment(
         model(ids(1), **cache_argument(model, cache))
     with pytest.raises(CacheError, match="layer 2 of this cache is folded"):
         model(ids(1), **cache_argument(model, cache))
+
+
+def test_an_empty_cache_of_the_callers_goes_on_from_call_to_call(
+    model: Any, cache_argument: Callable[..., Any]
+) -> None:
+    """The usual decode loop with a DynamicCache keeps its history, folded."""
+    from transformers import DynamicCache
+
+    with attach(model, Bare(model, CED)) as attachment:
+        own = DynamicCache(config=model.config)
+        first = model(ids(12)[:, :9], **cache_argument(model, own)).logits
+        rest = model(ids(12)[:, 9:], **cache_argument(model, own)).logits
+        whole = model(ids(12), **cache_argument(model, attachment.new_cache())).logits
+    torch.testing.assert_close(torch.cat([first, rest], dim=1), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_work_that_needs_the_plain_model_is_refused_while_attached(model: Any) -> None:
+    """A fit or a plain measurement through a folded model would be wrong without a word."""
+    addon = Bare(model, CED)
+    with attach(model, addon):
+        with pytest.raises(AttachError, match="detach it first"):
+            plain_hidden_states(model, ids(4))
+        with pytest.raises(AttachError, match="detach it first"):
+            capture(model, anatomy(model), {Source("keys", 2)}, ids(4))
+
+
+def test_an_input_without_tokens_is_refused(model: Any) -> None:
+    """There is nothing to predict from."""
+    with attach(model, Bare(model, CED)), pytest.raises(AttachError, match="at least one new"):
+        model(ids(4)[:, :0])
+
+
+def test_a_copied_cache_goes_on_by_itself(model: Any, cache_argument: Callable[..., Any]) -> None:
+    """A prompt's cache can be copied and continued in several ways; the model is not copied."""
+    with attach(model, Bare(model, CED)) as attachment:
+        cache = attachment.new_cache()
+        model(ids(9), **cache_argument(model, cache))
+        copied = copy.deepcopy(cache)
+        assert copied.owner is attachment and copied.seen_tokens == [9]
+        one = model(ids(3), **cache_argument(model, copied)).logits
+        assert cache.seen_tokens == [9]
+        other = model(ids(3), **cache_argument(model, cache)).logits
+    assert torch.equal(one, other)
 
 
 def test_a_plain_cache_with_tokens_is_refused(
@@ -151,7 +197,12 @@ def test_a_plan_for_other_layers_than_the_add_ons_is_refused(model: Any) -> None
     """Only what is chosen on the day of use may differ."""
     addon = Bare(model, CED)
     other = addon.plan.replace(depth=[{"method": "ced", "split": 2, "layers": [2, 3]}])
-    with pytest.raises(PlanError, match="serve layers"):
+    with pytest.raises(AttachError, match="a plan alone"):
+        attach(model, addon.plan)
+    dropped = addon.plan.replace(depth=[{"method": "drop", "layers": UPPER}])
+    with pytest.raises(PlanError, match="the add-on's own depth entries"):
+        attach(model, addon, plan=dropped)
+    with pytest.raises(PlanError, match="the add-on's own depth entries"):
         attach(model, addon, plan=other)
 
 

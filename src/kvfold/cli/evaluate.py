@@ -77,7 +77,7 @@ def evaluate_command(
     """Measure and show; see HELP."""
     import torch
 
-    from kvfold.evaluation.candidates import with_plan
+    from kvfold.evaluation.candidates import never_folds, with_plan
     from kvfold.evaluation.report import plot_format
     from kvfold.evaluation.runner import evaluate
     from kvfold.evaluation.speed import SpeedSettings
@@ -107,6 +107,15 @@ def evaluate_command(
         )
     config = {"model": model, "addons": list(addon), "data": data, "seed": seed}
     show(screen, made, config, json_file=json_file, plot=plot, title=f"{model}: quality and bytes")
+    for name, candidate in candidates.items():
+        if never_folds(candidate, tokens.shape[1]):
+            screen.print(
+                f"{name}: nothing was folded in windows of {tokens.shape[1]} tokens, so its quality "
+                "is the plain model's. Take longer windows (--window) or keep fewer tokens exact "
+                "(--keep-window).",
+                style="yellow",
+                highlight=False,
+            )
 
 
 def show(

@@ -58,6 +58,7 @@ def fit_command(
     """Fit and save; see HELP."""
     if preset is not None and plan is not None:
         raise typer.BadParameter("give --preset or --plan, not both")
+    output = output.absolute() if output.name == "" else output
     _check_output(output, force=force)
     screen = console()
     checkpoint = output.with_name(f"{output.name}.checkpoint")

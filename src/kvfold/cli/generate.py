@@ -78,7 +78,7 @@ def generate_command(
     device: DeviceOption = None,
 ) -> None:
     """Generate and show; see HELP."""
-    from kvfold.evaluation.candidates import with_plan
+    from kvfold.evaluation.candidates import never_folds, with_plan
 
     text = _prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, dtype, device)
@@ -95,6 +95,15 @@ def generate_command(
         )  # fmt: skip
     screen.print(f"{ids.shape[1]} prompt tokens", style="dim", highlight=False)
     screen.print(side_by_side(answers, width=screen.width))
+    for name, candidate in addons.items():
+        if never_folds(candidate, ids.shape[1] + max_new_tokens):
+            exact = candidate.plan.anchors + candidate.plan.window
+            screen.print(
+                f"{name}: nothing was folded, since it keeps {exact} tokens exact. Give a longer "
+                "prompt (--prompt-file), or keep fewer (--keep-window).",
+                style="yellow",
+                highlight=False,
+            )
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

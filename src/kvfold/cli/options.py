@@ -62,8 +62,10 @@ def load_model(name: str, dtype: str | None, device: str | None) -> tuple[Any, A
 
     try:
         place = None if device is None else torch.device(device)
-    except RuntimeError as error:
-        raise typer.BadParameter(f"{device!r} is not a device: {error}") from None
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise typer.BadParameter(f"{device!r} is not a device that can be used: {reason}") from None
     return load(name, dtype=None if dtype is None else getattr(torch, dtype), device=place)
 
 

@@ -28,6 +28,11 @@ class Candidate:
         self.origin.check_base(model)
 
 
+def never_folds(addon: AddOnLike, tokens: int) -> bool:
+    """Whether a text of so many tokens fits in anchors and window, so that nothing is folded."""
+    return tokens <= addon.plan.anchors + addon.plan.window
+
+
 def with_plan(addon: AddOnLike, **changes: Any) -> AddOnLike:
     """The same weights with some keys of the plan changed (anchors, window, resident, ...).
 

@@ -30,7 +30,7 @@ from rich.progress import (
 from torch import Tensor, nn
 
 from kvfold.anatomy import Anatomy, anatomy, text_decoder
-from kvfold.errors import CorpusError
+from kvfold.errors import CorpusError, FitError
 from kvfold.fitting.checkpoint import job_digest, load_checkpoint, save_checkpoint
 from kvfold.fitting.dispersion import DEFAULT_STRENGTH
 from kvfold.fitting.gram import exact_dtype
@@ -78,6 +78,7 @@ def fit(
     decoder = text_decoder(model)
     first = next(decoder.parameters())
     methods.to(first.device, torch.float64 if first.dtype == torch.float64 else torch.float32)
+    _check_arguments(tokens, held_out, shape, ridge, batch)
     batch = batch or max(1, TOKENS_PER_BATCH // max(1, tokens.shape[-1] if tokens.ndim else 1))
     job = _Job(model, shape, plan, methods, tokens, ridge, key_dispersion, batch)
     if checkpoint is not None:
@@ -184,6 +185,29 @@ class _Job:
             "tasks": [task.state_dict() for task in tasks],
         }
         save_checkpoint(self.checkpoint, self.digest, state)
+
+
+def _check_arguments(
+    tokens: Tensor, held_out: Tensor | None, shape: Anatomy, ridge: float, batch: int | None
+) -> None:
+    if not ridge >= 0:
+        raise FitError(f"ridge must be at least 0; got {ridge}")
+    if batch is not None and batch < 1:
+        raise FitError(f"batch must be at least 1 window; got {batch}")
+    for name, ids in (("tokens", tokens), ("held_out", held_out)):
+        if (
+            ids is not None
+            and ids.numel()
+            and not 0 <= int(ids.min()) <= int(ids.max()) < (shape.vocab_size)
+        ):
+            raise CorpusError(
+                f"{name} must be ids from 0 to {shape.vocab_size - 1}; got {int(ids.min())} to "
+                f"{int(ids.max())}; use the model's own tokenizer"
+            )
+    if held_out is not None and held_out.numel() and held_out.ndim != 2:
+        raise CorpusError(
+            f"held_out must be token windows of shape (windows, seq); got {tuple(held_out.shape)}"
+        )
 
 
 def _check_enough(tokens: Tensor, anchors: int, tasks: list[Task]) -> None:

@@ -10,14 +10,18 @@ from __future__ import annotations
 import inspect
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from kvfold.anatomy import (
+    ATTACHMENT_MARK,
     Anatomy,
     anatomy,
     attention_module,
+    require_plain,
     rotary,
     supported_attention,
     text_decoder,
@@ -31,8 +35,6 @@ from kvfold.runtime.forward import DecoderForward
 from kvfold.runtime.layer import FoldedAttention, Rotation
 from kvfold.runtime.reading import choose_readings, free_memory
 from kvfold.runtime.schedule import Schedule, Step
-
-_MARK = "_kvfold_attachment"
 
 
 class AddOnLike(Protocol):
@@ -54,6 +56,11 @@ def attach(model: Any, addon: AddOnLike, *, plan: Plan | None = None) -> Attachm
     reading impossible, `UnsupportedModelError` for an attention implementation that can't be
     folded. The model is only changed once all checks have passed.
     """
+    if isinstance(addon, Plan):
+        raise AttachError(
+            "a plan alone can't be attached, since it has no weights; got a Plan; fit it first: "
+            "attach(model, kvfold.fit(model, plan, tokens))"
+        )
     return Attachment(model, addon, plan or addon.plan)
 
 
@@ -93,6 +100,7 @@ class Attachment:
             for source in method.inputs:
                 self._fed_by.setdefault(source, []).append(method)
         self.cache: FoldedCache | None = None
+        self.adopted: WeakKeyDictionary[Cache, FoldedCache] = WeakKeyDictionary()
         self.activations: dict[Source, Tensor] = {}
         self._rotations: dict[tuple[int, int], Rotation] = {}
         self._restore: list[tuple[nn.Module, Any]] = []
@@ -100,26 +108,22 @@ class Attachment:
         self._patch()
 
     def _check(self, addon: AddOnLike) -> None:
-        if getattr(self.decoder.forward, _MARK, None) is not None:
-            raise AttachError(
-                "an add-on is attached to this model already; detach it first (leave its with "
-                "block, or call detach())"
-            )
+        require_plain(self.model)
         supported_attention(self.model)
         addon.check_base(self.model)
         self.plan.check(self.anatomy)
-        if self.plan.folded_layers != addon.plan.folded_layers:
+        if self.plan.depth != addon.plan.depth:
             raise PlanError(
-                f"the add-on's methods serve layers {list(addon.plan.folded_layers)}, but the "
-                f"plan names {list(self.plan.folded_layers)}; change only anchors, window, "
-                "prefill_attention and resident"
+                "the plan must have the add-on's own depth entries, which its weights were fitted "
+                f"for: {addon.plan.to_dict()['depth']}; got {self.plan.to_dict()['depth']}; "
+                "change only anchors, window, prefill_attention and resident"
             )
         for parameter in addon.methods.parameters():
             if parameter.dtype != self.model.dtype or parameter.device != self.model.device:
                 raise AttachError(
                     "add-on and model must have one dtype and device; the add-on is in "
                     f"{parameter.dtype} on {parameter.device}, the model in {self.model.dtype} on "
-                    f"{self.model.device}; use addon.to(model.dtype, model.device)"
+                    f"{self.model.device}; use addon.to(dtype=model.dtype, device=model.device)"
                 )
 
     def _patch(self) -> None:
@@ -128,7 +132,7 @@ class Attachment:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return decoder_forward(*args, **kwargs)
 
-        setattr(forward, _MARK, self)
+        setattr(forward, ATTACHMENT_MARK, self)
         self._replace(self.decoder, forward)
         for fold in self.folds:
             self._replace(fold.module, _attention_forward(self, fold))
@@ -192,7 +196,7 @@ class Attachment:
         self.cache = cache
         self.activations = {}
         self._rotations = {}
-        if cache.given is not None:
+        if cache.given is not None and not record:
             for method in self.methods:
                 cache.publish({}, method)
 
@@ -205,13 +209,17 @@ class Attachment:
         self._rotations = {}
 
     def new_cache(self, *, given: dict[int, Tensor] | None = None) -> FoldedCache:
-        """An empty cache for the attached model."""
-        return FoldedCache(self.folds, self.schedule, self.model.config, owner=self, given=given)
+        """An empty cache for the attached model.
 
-    @property
-    def needs_window(self) -> bool:
-        """Whether some method's codes exist only after its own layers have run."""
-        return any(method.needs_window for method in self.methods)
+        given: codes to use instead of computing them (two-pass scoring). Raises `PlanError` for a
+        window of 0 where codes exist only after their own layers have run.
+        """
+        if given is None and self.exits_lag and self.plan.window < 1:
+            raise PlanError(
+                "this plan needs a window of at least 1: its codes exist only after their own "
+                "layers have run, so a token can't see itself through them; got window=0"
+            )
+        return FoldedCache(self.folds, self.schedule, self.model.config, owner=self, given=given)
 
     @property
     def exits_lag(self) -> bool:
@@ -236,7 +244,7 @@ class Attachment:
         return hidden
 
     def _codes_of_exact_pass(self, input_ids: Tensor) -> dict[int, Tensor]:
-        cache = self.new_cache()
+        cache = self.new_cache(given={})
         with torch.no_grad():
             self.decoder(
                 input_ids=input_ids, use_cache=True, kvfold_cache=cache, kvfold_record=True

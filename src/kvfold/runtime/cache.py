@@ -8,6 +8,7 @@ stores, and the step is committed when the forward has ended.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ class FoldedCache(Cache):
         store = self.stores.get(id(method))
         if store is None or store.new is not None:
             return
-        if self.given is not None:
+        if self.given is not None and self.recorded is None:
             start = step.before[0]
             store.publish(step, self.given[id(method)][:, :, start : start + step.new])
         elif all(source in source_values for source in method.inputs):
@@ -140,6 +141,19 @@ class FoldedCache(Cache):
             if isinstance(layer, FoldedLayer) and layer.fold.method.code_width:
                 codes = self.stores[id(layer.fold.method)].exits(step)
                 layer.write_slots(step, codes, rotation)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FoldedCache:
+        """A cache with tensors of its own on the same attachment; the model is not copied."""
+        made = FoldedCache.__new__(FoldedCache)
+        memo[id(self)] = made
+        made.__dict__.update(self.__dict__)
+        made.rows = list(self.rows)
+        made.stores = {key: store.copied() for key, store in self.stores.items()}
+        made.layers = [
+            layer.copied() if isinstance(layer, FoldedLayer) else copy.deepcopy(layer, memo)
+            for layer in self.layers
+        ]
+        return made
 
     def nbytes(self) -> Ledger:
         """Bytes of every storage that the cache holds, by component."""

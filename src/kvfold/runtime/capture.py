@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvfold.anatomy import Anatomy, attention_module, text_decoder
+from kvfold.anatomy import Anatomy, attention_module, require_plain, text_decoder
 from kvfold.errors import FitError
 from kvfold.methods import Activations, Source
 
@@ -74,6 +74,7 @@ def capture_all(
     if not sources and not attention_inputs:
         return Captured({}, {})
     collector = _Collector([*sources, *attention_inputs])
+    require_plain(model)
     decoder = text_decoder(model)
     device = next(decoder.parameters()).device
     with ExitStack() as stack:

@@ -69,6 +69,12 @@ class CodeStore:
         if self.codes is not None:
             self.codes = self.codes.index_select(0, index.to(self.codes.device))
 
+    def copied(self) -> CodeStore:
+        """A store with codes of its own."""
+        made = CodeStore(self.method, self.schedule, keep=self.keep)
+        made.codes = None if self.codes is None else self.codes.clone()
+        return made
+
     def reset(self) -> None:
         """Forget everything, storage included."""
         self.codes = self.new = None

@@ -131,6 +131,14 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Beams: row i becomes row beam_idx[i]."""
         self.select_rows(beam_idx)
 
+    def copied(self) -> FoldedLayer:
+        """A layer with tensors of its own."""
+        made = FoldedLayer(self.fold, self.schedule)
+        made.__dict__.update(self.__dict__)
+        for name, tensor in self.tensors().items():
+            setattr(made, name, tensor.clone())
+        return made
+
     def reset(self) -> None:
         """Forget everything, storage included."""
         self.keys = self.values = self.rotary = self.rho = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvfold.errors import AttachError, PlanError
+from kvfold.errors import AttachError
 from kvfold.runtime.cache import FoldedCache
 from kvfold.runtime.schedule import Step
 
@@ -50,6 +50,8 @@ class DecoderForward:
         inputs = {n: kwargs.pop(n, None) for n in ("input_ids", "inputs_embeds")}
         shape = next(x for x in inputs.values() if x is not None).shape
         batch, columns = int(shape[0]), int(shape[1])
+        if columns == 0:
+            raise AttachError("there must be at least one new token in each row; got none")
         tokens = _tokens(attention_mask, batch, columns, cache)
         self._refuse_inner_pads(tokens, cache)
         outputs = []
@@ -99,12 +101,10 @@ class DecoderForward:
     def _cache(self, kwargs: dict[str, Any]) -> FoldedCache:
         passed = [kwargs.pop(name, None) for name in (*CACHE_NAMES, "kvfold_cache")]
         given: Any = next((cache for cache in passed if cache is not None), None)
-        if given is None or (
-            isinstance(given, Cache)
-            and not isinstance(given, FoldedCache)
-            and given.get_seq_length() == 0
-        ):
+        if given is None:
             given = self.attachment.new_cache()
+        elif isinstance(given, Cache) and not isinstance(given, FoldedCache):
+            given = self._adopt(given)
         if not isinstance(given, FoldedCache):
             raise AttachError(
                 f"the cache of an attached model must be a FoldedCache; got {type(given).__name__} "
@@ -117,9 +117,16 @@ class DecoderForward:
             )
         return given
 
+    def _adopt(self, plain: Cache) -> Cache:
+        """The folded cache that goes on in place of an empty one of the caller's or generate's."""
+        adopted = self.attachment.adopted
+        if plain not in adopted and plain.get_seq_length() == 0:
+            adopted[plain] = self.attachment.new_cache()
+        return adopted.get(plain, plain)
+
     def _chunks(self, columns: int, cache: FoldedCache, record: bool) -> list[tuple[int, int]]:
         plan = self.attachment.plan
-        size = max(1, columns)
+        size = columns
         if not record and (plan.prefill_attention == "folded" or cache.given is not None):
             size = PREFILL_CHUNK
             if self.attachment.exits_lag and cache.given is None:
@@ -136,16 +143,6 @@ class DecoderForward:
         record: bool,
     ) -> Any:
         attachment = self.attachment
-        if (
-            cache.given is None
-            and not record
-            and attachment.needs_window
-            and (attachment.plan.window < 1)
-        ):
-            raise PlanError(
-                "this plan needs a window of at least 1: its codes exist only after their own "
-                "layers have run, so a token can't see itself through them; got window=0"
-            )
         folded = attachment.plan.prefill_attention == "folded" or cache.given is not None
         new = tokens.shape[1]
         counts = [int(n) for n in tokens.sum(dim=1).tolist()]

@@ -52,10 +52,6 @@ class Ledger:
     def __getitem__(self, component: str) -> int:
         return self.components[component]
 
-    def times_smaller_than(self, other: Ledger) -> float:
-        """How many times the other ledger's bytes are this one's."""
-        return other.total / self.total if self.total else float("inf")
-
     @classmethod
     def of_cache(cls, cache: FoldedCache) -> Ledger:
         """Count a cache's storages."""

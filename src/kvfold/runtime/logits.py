@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.anatomy import text_decoder
+from kvfold.anatomy import require_plain, text_decoder
 
 
 def plain_hidden_states(model: Any, input_ids: Tensor) -> Tensor:
     """Final hidden states of the model as it is, (batch, seq, hidden), after the final norm.
 
-    input_ids: (batch, seq), without padding. Nothing is cached.
+    input_ids: (batch, seq), without padding. Nothing is cached. Raises `AttachError` while
+    an add-on is attached.
     """
+    require_plain(model)
     with torch.no_grad():
         output = text_decoder(model)(input_ids=input_ids, use_cache=False)
     hidden: Tensor = output.last_hidden_state

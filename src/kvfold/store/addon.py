@@ -84,7 +84,7 @@ class AddOn:
         An add-on that is there already is replaced in one rename, and other files beside it are
         kept. Raises `AddOnError` for a path that holds something else.
         """
-        target = Path(folder)
+        target = Path(folder).absolute()
         _check_replaceable(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
