@@ -110,8 +110,8 @@ def evaluate_command(
     for name, candidate in candidates.items():
         if never_folds(candidate, tokens.shape[1]):
             screen.print(
-                f"{name}: nothing was folded in windows of {tokens.shape[1]} tokens, so its quality "
-                "is the plain model's. Take longer windows (--window) or keep fewer tokens exact "
+                f"{name}: nothing was folded in windows of {tokens.shape[1]} tokens, so its "
+                "quality is the plain model's. Take longer windows (--window) or keep fewer tokens exact "
                 "(--keep-window).",
                 style="yellow",
                 highlight=False,

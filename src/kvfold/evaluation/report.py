@@ -37,14 +37,15 @@ def quality_table(evaluation: Evaluation) -> Table:
     """One row a candidate: quality, bytes at the middle length, speed; the plain model first."""
     spot = len(evaluation.results[0].memory) // 2
     timed = evaluation.results[0].speed is not None
-    table = _table(caption=f"{evaluation.convention}; history: {evaluation.history}")
+    sizes = evaluation.results[0].memory
+    at = f"; bytes at {sizes[spot].tokens:,} tokens" if sizes else ""
+    table = _table(caption=f"history: {evaluation.history}{at}; {evaluation.convention}")
     table.add_column("", overflow="fold", min_width=14, max_width=24)
     for heading in ("PPL", "KL", "top-1", "top-5", "recovery"):
         table.add_column(heading, justify="right")
     if evaluation.results[0].memory:
-        length = evaluation.results[0].memory[spot].tokens
-        table.add_column(f"stored\n@{length:,}", justify="right")
-        table.add_column("times\nsmaller", justify="right")
+        table.add_column("stored,\nsmaller", justify="right")
+        table.add_column("in memory,\nsmaller", justify="right")
     if timed:
         table.add_column("prefill\ntok/s", justify="right")
         table.add_column("decode\ntok/s", justify="right")
@@ -61,7 +62,7 @@ def _quality_cells(result: Result, spot: int) -> list[str]:
     cells.append(recovery)
     if result.memory:
         memory = result.memory[spot]
-        cells += [readable_bytes(memory.stored_bytes), f"{memory.times_smaller:.2f}x"]
+        cells += [f"{memory.times_smaller:.2f}x", f"{memory.resident_times_smaller:.2f}x"]
     if result.speed is not None:
         cells.append(_rate(result.speed.prefill_tokens_per_second))
         cells.append(_rate(result.speed.decode_tokens_per_second))

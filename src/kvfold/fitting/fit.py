@@ -57,7 +57,7 @@ def fit(
     key_dispersion: float = DEFAULT_STRENGTH,
     batch: int | None = None,
     checkpoint: Path | None = None,
-    checkpoint_every: int = 32,
+    checkpoint_every: int = 8,
     progress: bool = True,
 ) -> AddOn:
     """Fit a plan's maps and codes to a frozen model, in closed form.

@@ -178,14 +178,18 @@ def _fill(
     unknown = []
     for name, tensor in received.items():
         layer, role = _layer(name, numbers), _role(name)
-        match = next(
-            (
-                key
-                for key, parameter in left.items()
-                if key[:2] == (layer, role) and parameter.shape == tensor.shape
-            ),
-            None,
-        )
+        matches = [
+            key
+            for key, parameter in wanted.items()
+            if key[:2] == (layer, role) and parameter.shape == tensor.shape
+        ]
+        if len(matches) > 1:
+            raise AddOnError(
+                f"{name} of {path} must be recognised by its shape {list(tensor.shape)}, but "
+                f"{', '.join(part for _, _, part in matches)} of that layer all have it; import "
+                "the weights by hand into methods made by kvfold.methods.build_methods"
+            )
+        match = matches[0] if matches and matches[0] in left else None
         if match is None or not tensor.is_floating_point():
             unknown.append(name)
             continue
