@@ -111,8 +111,8 @@ def evaluate_command(
         if never_folds(candidate, tokens.shape[1]):
             screen.print(
                 f"{name}: nothing was folded in windows of {tokens.shape[1]} tokens, so its "
-                "quality is the plain model's. Take longer windows (--window) or keep fewer tokens exact "
-                "(--keep-window).",
+                "quality is the plain model's. Take longer windows (--window) or keep fewer "
+                "tokens exact (--keep-window).",
                 style="yellow",
                 highlight=False,
             )
