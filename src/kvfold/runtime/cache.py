@@ -49,6 +49,7 @@ class FoldedCache(Cache):
             layers[fold.index] = FoldedLayer(fold, schedule)
         super().__init__(layers=layers)
         self.schedule = schedule
+        self.config = config
         self.owner = owner
         self.given = given
         self.recorded: dict[int, Tensor] | None = None
@@ -184,9 +185,12 @@ class FoldedCache(Cache):
         self._select(indices)
 
     def reset(self) -> None:
-        """Forget everything."""
-        for layer in self.layers:
-            layer.reset()
+        """Forget everything. Unfolded layers are made anew: older releases only zero theirs."""
+        for index, layer in enumerate(DynamicCache(config=self.config).layers):
+            if index in self.folded:
+                self.layers[index].reset()
+            else:
+                self.layers[index] = layer
         for store in self.stores.values():
             store.reset()
         self.columns, self.rows, self.step = 0, [], None
