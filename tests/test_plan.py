@@ -25,7 +25,7 @@ entries = st.one_of(
         optional={
             "form": st.sampled_from(["joint", "separate"]),
             "residual_hidden": st.integers(0, 64),
-            "value_source": st.none() | st.integers(0, 40),
+            "value_source": st.none() | st.integers(42, 60),
         },
     ),
     st.fixed_dictionaries(
@@ -85,6 +85,14 @@ def test_a_plan_cannot_be_changed_in_place():
         ({"depth": [{"method": "latent", "layers": [1]}]}, "rank"),
         ({"depth": [{"method": "ced", "split": 1, "layers": []}]}, "layers"),
         ({"depth": [{"method": "csa2", "source": 1, "readers": [1, 2]}]}, "reader"),
+        (
+            {"depth": [{"method": "csa2", "source": 1, "readers": [3], "value_source": 3}]},
+            "layer 3 can't be source and reader",
+        ),
+        ({"depth": [{"method": "csa2", "source": 1, "readers": [3, 3]}]}, "twice"),
+        ({"window": 10**30}, "window"),
+        ({"window": True}, "window"),
+        ({"anchors": "4"}, "anchors"),
         ({"depth": {"method": "identity", "layers": [1]}}, "list"),
         ({"anchors": -1}, "anchors"),
         ({"window": "wide"}, "window"),
