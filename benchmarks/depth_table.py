@@ -23,14 +23,13 @@ from typing import Any
 import torch
 
 from kvfold.anatomy import Anatomy, anatomy
-from kvfold.errors import KvfoldError
 from kvfold.evaluation.candidates import with_plan
-from kvfold.evaluation.environment import environment
 from kvfold.evaluation.memory import history_bytes_per_token
 from kvfold.evaluation.perplexity import CONVENTION
 from kvfold.evaluation.plot import Point, quality_plot
 from kvfold.evaluation.recovery import history_recovery, without_history
-from kvfold.evaluation.report import write_atomically, write_json
+from kvfold.evaluation.report import write_atomically
+from kvfold.evaluation.rows import Rows
 from kvfold.evaluation.runner import PLAIN, History, Quality, Scorer
 from kvfold.fitting.corpus import load_text, token_windows
 from kvfold.fitting.together import fit_together
@@ -136,44 +135,10 @@ def rows(plans: Mapping[str, Plan]) -> Iterator[Row]:
             yield from (Row(name, 4, window, "folded") for window in windows)
 
 
-class Table:
-    """The measured rows and the file that keeps them."""
-
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path = path
-        self.settings = settings
-        self.base: dict[str, Any] | None = None
-        self.rows: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            self._read()
-
-    def _read(self) -> None:
-        data = json.loads(self.path.read_text(encoding="utf-8"))
-        if data["settings"] != self.settings:
-            raise KvfoldError(
-                f"{self.path} was measured with {data['settings']}, and this run has "
-                f"{self.settings}; name another --out, or delete the file"
-            )
-        self.base = data["base"]
-        self.rows = {row["name"]: row for row in data["rows"]}
-
-    def add(self, row: dict[str, Any], order: list[str]) -> None:
-        """Take in a row, put it in its place in the table's order, and write all rows."""
-        self.rows[row["name"]] = row
-        places = {name: place for place, name in enumerate(order)}
-        self.rows = dict(sorted(self.rows.items(), key=lambda item: places.get(item[0], -1)))
-        self.save()
-
-    def save(self) -> None:
-        """Write all rows so far."""
-        data = {**environment(), "settings": self.settings, "base": self.base}
-        write_json(self.path, {**data, "rows": list(self.rows.values())})
-
-
 class Bench:
     """A model, its windows of text, and the rows measured so far."""
 
-    def __init__(self, model: Any, test: torch.Tensor, table: Table) -> None:
+    def __init__(self, model: Any, test: torch.Tensor, table: Rows) -> None:
         batches = [part.to(model.device) for part in torch.split(test, 4)]
         hidden = [plain_hidden_states(model, ids).cpu() for ids in batches]
         self.shape = anatomy(model)
@@ -181,7 +146,7 @@ class Bench:
         self.base = self.scorer.score(PLAIN, hidden)
         self.table = table
         self.dropped: dict[str, Quality] = {}
-        table.base = {
+        table.shared["base"] = {
             "perplexity": self.base.perplexity,
             "loss": self.base.loss,
             "bytes_per_token": self.shape.bytes_per_token(),
@@ -220,10 +185,9 @@ class Bench:
         return self.dropped[key].loss
 
 
-def markdown(table: Table) -> str:
+def markdown(table: Rows) -> str:
     """The rows as a Markdown table, the plain model first."""
-    assert table.base is not None
-    base = table.base
+    base = table.shared["base"]
     lines = [
         "| history | anchors | window | made in | bytes per token | kept | PPL | KL | recovery |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -252,9 +216,8 @@ def markdown(table: Table) -> str:
     return "\n".join([*lines, "", notes, ""])
 
 
-def plot(table: Table) -> bytes:
+def plot(table: Rows) -> bytes:
     """Perplexity over bytes per token with a window of 128, folded prefill."""
-    assert table.base is not None
     chosen = [r for r in table.rows.values() if r["window"] == 128 and r["history"] == "folded"]
     points = [
         Point(label, row["bytes_per_token"] / 1000, row["perplexity"], group)
@@ -264,8 +227,8 @@ def plot(table: Table) -> bytes:
     ]
     return quality_plot(
         points,
-        base_size=table.base["bytes_per_token"] / 1000,
-        base_perplexity=table.base["perplexity"],
+        base_size=table.shared["base"]["bytes_per_token"] / 1000,
+        base_perplexity=table.shared["base"]["perplexity"],
         title="SmolLM2-135M-Instruct, WikiText-2: 4 anchors and a window of 128 kept exact",
         size_label="kB a token of history, all layers (bfloat16)",
     )
@@ -320,9 +283,9 @@ def main() -> None:
         "window": test.shape[1],
         "fit_tokens": valid.numel(),
     }
-    table = Table(chosen.out / "depth.json", settings)
+    table = Rows(chosen.out / "depth.json", settings)
     plans = fits(anatomy(model))
-    missing = [r for r in rows(plans) if r.name not in table.rows and chosen.only in r.name]
+    missing = [r for r in rows(plans) if r.name not in table and chosen.only in r.name]
     missing.sort(key=lambda row: row.name not in TARGETS)
     bench = Bench(model, test, table)
     print(f"no compression: {bench.base.perplexity:.2f}; {len(missing)} rows to measure")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvfold.anatomy import anatomy
-from kvfold.errors import KvfoldError
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "depth_table.py"
 
@@ -55,22 +53,3 @@ def test_codes_of_all_layers_at_once_and_of_every_group_size_are_in_it(depth_tab
     names = set(depth_table.fits(shape))
     smallest = depth_table.TIMES_SMALLER[-1]
     assert {f"all latent groups of {size}, {smallest}x" for size in (2, 3, 5, 10, 30)} <= names
-
-
-def test_rows_that_are_measured_already_are_kept_and_others_put_in_order(depth_table, tmp_path):
-    path, settings = tmp_path / "depth.json", {"model": "m", "windows": 8}
-    table = depth_table.Table(path, settings)
-    table.base = {"perplexity": 27.6}
-    table.add({"name": "b"}, ["a", "b"])
-    table.add({"name": "a"}, ["a", "b"])
-    again = depth_table.Table(path, settings)
-    assert list(again.rows) == ["a", "b"]
-    assert again.base == {"perplexity": 27.6}
-    assert json.loads(path.read_text())["settings"] == settings
-
-
-def test_rows_of_another_measurement_are_not_mixed_in(depth_table, tmp_path):
-    table = depth_table.Table(tmp_path / "depth.json", {"windows": 8})
-    table.save()
-    with pytest.raises(KvfoldError, match="name another --out"):
-        depth_table.Table(tmp_path / "depth.json", {"windows": 2})

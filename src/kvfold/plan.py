@@ -1,127 +1,49 @@
 """A plan says what is folded and how, apart from any weights.
 
 It is data only: validated, frozen, written and read as YAML or JSON. `Plan.check(anatomy)` says
-whether a model has what the plan names. Layer numbers are 0-based indices into the model's
-layers; `split` counts layers: H_s is the output of the first s of them.
+whether a model has what the plan names. The entries of each axis are in `plan_entries`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import ValidationError, field_validator
 
 from kvfold.anatomy import Anatomy
 from kvfold.errors import PlanError
+from kvfold.plan_checks import check_plan
+from kvfold.plan_entries import (
+    Ced,
+    Count,
+    Csa2,
+    DepthEntry,
+    Drop,
+    Frozen,
+    Identity,
+    Latent,
+    Pool,
+    Turboquant,
+)
+
+__all__ = ["Ced", "Csa2", "DepthEntry", "Drop", "Identity", "Latent", "Plan", "Pool", "Turboquant"]
 
 PrefillAttention = Literal["exact", "folded"]
 Resident = Literal["auto", "expanded", "shared", "absorbed"]
-Layers = Annotated[tuple[StrictInt, ...], Field(min_length=1)]
-Count = Annotated[StrictInt, Field(ge=0, le=2**24)]
-"""A number of tokens or layers; bounded, so that a slip of the hand can't ask for terabytes."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
-
-
-class Identity(_Frozen):
-    """Every layer keeps its own keys and values: the exact no-op."""
-
-    method: Literal["identity"] = "identity"
-    layers: Layers
-
-
-class Drop(_Frozen):
-    """Nothing is kept of the history: only anchors and window (the lower yardstick)."""
-
-    method: Literal["drop"] = "drop"
-    layers: Layers
-
-
-class Ced(_Frozen):
-    """History K and V of `layers` regenerated from H_split, the output of the first layers.
-
-    `normalize` divides H_split by its root mean square first.
-    """
-
-    method: Literal["ced"] = "ced"
-    split: Count
-    layers: Layers
-    bias: bool = True
-    normalize: bool = True
-
-
-class Csa2(_Frozen):
-    """History K and V of `readers` regenerated from the stored K and V of `source`.
-
-    `form="joint"` maps each of K and V from [K; V]; `"separate"` maps K from K and V from V (the
-    card's). `residual_hidden` adds a residual MLP of that hidden width to each map, 0 none.
-    `value_source` takes V from another layer than K. If a `ced` entry of the same plan serves
-    `source`, the stored K and V are the ones that it regenerates.
-    """
-
-    method: Literal["csa2"] = "csa2"
-    source: Count
-    readers: Layers
-    form: Literal["joint", "separate"] = "joint"
-    bias: bool = True
-    residual_hidden: Count = 0
-    value_source: Count | None = None
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """All layers whose history this entry serves, its sources included."""
-        sources = {self.source}
-        if self.value_source is not None:
-            sources.add(self.value_source)
-        return tuple(sorted(sources | set(self.readers)))
-
-    @model_validator(mode="after")
-    def _sources_do_not_read(self) -> Csa2:
-        for layer in {self.source, self.value_source} & set(self.readers):
-            raise ValueError(f"layer {layer} can't be source and reader at once")
-        if len(set(self.readers)) != len(self.readers):
-            raise ValueError(f"readers name a layer twice: {list(self.readers)}")
-        return self
-
-
-class Latent(_Frozen):
-    """One code of `rank` values a token for a whole group of layers.
-
-    The code is linear in the group's own stacked [K; V], or in H_split if `split` is given.
-    `value_rank` gives values a code of their own of that rank, and `rank` is then the keys'.
-    """
-
-    method: Literal["latent"] = "latent"
-    layers: Layers
-    rank: StrictInt = Field(ge=1)
-    value_rank: StrictInt | None = Field(default=None, ge=1)
-    split: Count | None = None
-
-
-DepthEntry = Annotated[Identity | Drop | Ced | Csa2 | Latent, Field(discriminator="method")]
-
-
-class Plan(_Frozen):
+class Plan(Frozen):
     """What is kept of every token, for every layer.
 
     anchors: the first real tokens of a row, kept exact. window: the last tokens, kept exact.
     prefill_attention: what a prompt's own queries see (`exact`: everything; `folded`: what a
     decode step at their place would see). resident: how regenerated K and V are held in memory.
-    depth: which layers' history comes from where; layers that no entry names are left as they
-    are. sequence, bits and prefill hold the place of the other axes.
+    depth: which layers' history comes from where. sequence: which layers' tokens are pooled into
+    slots. bits: which layers' slots are quantised. A layer that an axis does not name is left as
+    it is on that axis. prefill holds the place of prefill skipping.
     """
 
     version: Literal[1] = 1
@@ -130,21 +52,34 @@ class Plan(_Frozen):
     prefill_attention: PrefillAttention = "folded"
     resident: Resident = "auto"
     depth: tuple[DepthEntry, ...] = ()
-    sequence: None = None
-    bits: None = None
+    sequence: tuple[Pool, ...] = ()
+    bits: tuple[Turboquant, ...] = ()
     prefill: Literal["full"] = "full"
 
-    @field_validator("depth", mode="before")
+    @field_validator("depth", "sequence", "bits", mode="before")
     @classmethod
-    def _depth_is_a_list(cls, value: Any) -> Any:
+    def _axis_is_a_list(cls, value: Any) -> Any:
+        if value is None:
+            return ()
         if isinstance(value, (str, bytes, dict)) or not isinstance(value, Iterable):
-            raise ValueError("depth must be a list of entries, each with its method")
+            raise ValueError("an axis must be a list of entries, each with its method")
         return tuple(value)
 
     @property
     def folded_layers(self) -> tuple[int, ...]:
-        """Every layer that some entry names, in order."""
-        return tuple(sorted({layer for entry in self.depth for layer in entry.layers}))
+        """Every layer that some entry of some axis names, in order."""
+        entries = (*self.depth, *self.sequence, *self.bits)
+        return tuple(sorted({layer for entry in entries for layer in entry.layers}))
+
+    def group_of(self, layer: int) -> int:
+        """Tokens that become one slot of a layer: 1 where nothing pools them."""
+        for entry in self.sequence:
+            if layer in entry.layers:
+                return entry.group
+        for served in self.depth:
+            if isinstance(served, Drop) and layer in served.layers:
+                return served.group
+        return 1
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, defaults included."""
@@ -180,27 +115,46 @@ class Plan(_Frozen):
 
     from_json = from_yaml
 
+    @classmethod
+    def for_budget(
+        cls,
+        anatomy: Anatomy,
+        *,
+        bytes_per_token: float | None = None,
+        times_smaller: float | None = None,
+    ) -> Plan:
+        """The best plan known for a model whose history costs at most the budget.
+
+        Exactly one of bytes_per_token (stored bytes of one token of history over all
+        full-attention layers, in 16 bits, scales included) and times_smaller (how many times less
+        than the plain cache's history that is). The choice follows `kvfold.budget.LADDERS`;
+        `kvfold.describe.describe(plan, anatomy)` says in words what it is. Raises `PlanError` for
+        a budget that can't be met or makes no sense, saying which can.
+        """
+        from kvfold.budget import plan_for_budget
+
+        return plan_for_budget(
+            anatomy, bytes_per_token=bytes_per_token, times_smaller=times_smaller
+        )
+
     def replace(self, **changes: Any) -> Plan:
         """A copy with some keys changed, validated anew."""
         return Plan.from_dict({**self.to_dict(), **changes})
 
     def without_history(self) -> Plan:
-        """The same anchors, window and layers with the history dropped: recovery's yardstick."""
-        drop = {"method": "drop", "layers": list(self.folded_layers)}
-        return self.replace(depth=[drop], window=max(1, self.window), resident="auto")
+        """The same exact tokens of the same layers, the history dropped: recovery's yardstick."""
+        groups: dict[int, list[int]] = {}
+        for layer in self.folded_layers:
+            groups.setdefault(self.group_of(layer), []).append(layer)
+        drops = [
+            {"method": "drop", "layers": layers, "group": group} for group, layers in groups.items()
+        ]
+        window = max(1, self.window)
+        return self.replace(depth=drops, sequence=(), bits=(), window=window, resident="auto")
 
     def check(self, anatomy: Anatomy) -> None:
         """Raise `PlanError` unless the model has every layer, in the order the plan needs."""
-        for entry in self.depth:
-            _check_entry(entry, anatomy)
-        _check_partition(self.depth)
-        if self.window == 0:
-            for entry in self.depth:
-                if isinstance(entry, Drop):
-                    raise PlanError(
-                        "a plan that drops the history needs a window of at least 1, or a token "
-                        "would not see itself; got window=0"
-                    )
+        check_plan(self, anatomy)
 
 
 def _explain(error: ValidationError) -> str:
@@ -213,97 +167,3 @@ def _explain(error: ValidationError) -> str:
         else:
             lines.append(f"{where}: {item['msg']}{received}")
     return "the plan is not valid: " + "; ".join(lines)
-
-
-def _check_entry(entry: DepthEntry, anatomy: Anatomy) -> None:
-    for layer in entry.layers:
-        if not 0 <= layer < anatomy.num_layers:
-            raise PlanError(
-                f"{entry.method} names layer {layer}, but the model has layers 0 to "
-                f"{anatomy.num_layers - 1} (numbers are 0-based)"
-            )
-        kind = anatomy.layers[layer].kind
-        if kind != "full_attention":
-            raise PlanError(
-                f"{entry.method} names layer {layer}, which is a {kind} layer; only "
-                f"full-attention layers can be folded: {list(anatomy.foldable_layers)}"
-            )
-    if len(set(entry.layers)) != len(entry.layers):
-        raise PlanError(f"{entry.method} names a layer twice: {list(entry.layers)}")
-    if len({anatomy.layers[layer].kv_width for layer in entry.layers}) > 1:
-        raise PlanError(
-            f"layers of one {entry.method} entry must have keys of one width; got "
-            f"{ {layer: anatomy.layers[layer].kv_width for layer in entry.layers} }"
-        )
-    split = getattr(entry, "split", None)
-    if split is not None and split > min(entry.layers):
-        raise PlanError(
-            f"{entry.method} with split={split} can only serve layers from {split} on, since "
-            f"H_{split} is the output of the first {split} layers; got layer {min(entry.layers)}"
-        )
-    if isinstance(entry, Csa2) and min(entry.readers) < max(
-        entry.source, entry.value_source if entry.value_source is not None else 0
-    ):
-        raise PlanError(
-            f"csa2 readers must come after their source {entry.source}; got {list(entry.readers)}"
-        )
-    if isinstance(entry, Latent):
-        _check_rank(entry, anatomy)
-
-
-def _check_rank(entry: Latent, anatomy: Anatomy) -> None:
-    width = sum(anatomy.layers[layer].kv_width for layer in entry.layers)
-    both = entry.value_rank is None
-    if entry.split is not None:
-        most = min(anatomy.hidden_size, 2 * width if both else width)
-    else:
-        most = 2 * width if both else width
-    for name, rank in (("rank", entry.rank), ("value_rank", entry.value_rank)):
-        if rank is not None and rank > most:
-            raise PlanError(
-                f"latent {name} must be at most {most}, the number of values that its input and "
-                f"layers have; got {rank}; lower it"
-            )
-
-
-def _check_partition(depth: tuple[DepthEntry, ...]) -> None:
-    """Each layer's history comes from one place; ced may feed csa2 sources, and then only those."""
-    sources = {
-        layer
-        for entry in depth
-        if isinstance(entry, Csa2)
-        for layer in set(entry.layers) - set(entry.readers)
-    }
-    feeding = {i for i, e in enumerate(depth) if isinstance(e, Ced) and sources & set(e.layers)}
-    served = [layer for index in sorted(feeding) for layer in depth[index].layers]
-    if len(set(served)) != len(served):
-        raise PlanError(
-            f"each csa2 source may be fed by one ced entry; got {served} from several; keep one"
-        )
-    for index in feeding:
-        _check_feeding(set(depth[index].layers), sources, depth)
-    owner: dict[int, str] = {}
-    for index, entry in enumerate(depth):
-        for layer in entry.layers if index not in feeding else ():
-            if layer in owner:
-                raise PlanError(
-                    f"layer {layer} is in two entries ({owner[layer]} and {entry.method}); each "
-                    "layer's history must come from one place"
-                )
-            owner[layer] = entry.method
-
-
-def _check_feeding(served: set[int], sources: set[int], depth: tuple[DepthEntry, ...]) -> None:
-    """A ced entry that feeds a csa2 source serves sources only, and all of that csa2's."""
-    if served - sources:
-        raise PlanError(
-            f"a ced entry that feeds a csa2 source must serve csa2 sources only; layers "
-            f"{sorted(served - sources)} are none; put them in an entry of their own"
-        )
-    for entry in depth:
-        own = set(entry.layers) - set(entry.readers) if isinstance(entry, Csa2) else set()
-        if own & served and own - served:
-            raise PlanError(
-                f"a ced entry that feeds a csa2 source must serve all of its sources "
-                f"{sorted(own)}; got {sorted(served)}"
-            )

@@ -1,16 +1,18 @@
 """Plans by name, made to fit any supported model.
 
-The numbers that decide what a preset costs stand at the top. The upper half of a model starts at
-layer `num_layers // 2`.
+The numbers that decide what a preset costs stand at the top; those of 4x, 8x and 16x are the table
+`LADDERS` in `kvfold.budget`. The upper half of a model starts at layer `num_layers // 2`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from kvfold.anatomy import Anatomy
+from kvfold.budget import layer_groups, plan_for_budget
 from kvfold.errors import PlanError
 from kvfold.plan import Plan
 
@@ -32,12 +34,23 @@ BALANCED_TIMES_SMALLER_HYBRID = 6
 
 RANK_MULTIPLE = 16
 
+POOL_GROUP = 4
+POOL_GATE = "head"
+"""With slots of 4 tokens, one score a head for keys and values apart did best of all gates."""
+POOL_MASS_BIAS = False
+
 CARD_LAYERS = 32
 CARD_ATTENTION_LAYERS = tuple(range(3, 32, 4))
 CARD_SPLIT = 16
 CARD_SOURCE = 19
 CARD_READERS = (23, 27, 31)
 CARD_RESIDUAL_HIDDEN = 1536
+
+COMPRESS_CARD_PERIOD = 4
+COMPRESS_CARD_PLACE = 3
+COMPRESS_CARD_GROUP = 4
+COMPRESS_CARD_WINDOW = 128
+"""The second card's: layers i with i % 4 == 3, `ratio` and `window_size`."""
 
 
 def preset(name: str, anatomy: Anatomy) -> Plan:
@@ -62,7 +75,7 @@ def _ced(anatomy: Anatomy) -> Plan:
 def _csa2(anatomy: Anatomy) -> Plan:
     """The upper layers in groups, each read from its first layer."""
     layers = _upper_layers(anatomy, "csa2", at_least=2)
-    groups = _groups(layers, _group_size(anatomy))
+    groups = layer_groups(layers, _group_size(anatomy))
     return _plan(
         *({"method": "csa2", "source": group[0], "readers": group[1:]} for group in groups)
     )
@@ -112,7 +125,7 @@ def _balanced(anatomy: Anatomy) -> Plan:
         size, smaller = GROUP_HYBRID, BALANCED_TIMES_SMALLER_HYBRID
     else:
         size, smaller = BALANCED_GROUP_DENSE, BALANCED_TIMES_SMALLER_DENSE
-    return _plan(*(_latent_entry(anatomy, group, smaller) for group in _groups(layers, size)))
+    return _plan(*(_latent_entry(anatomy, group, smaller) for group in layer_groups(layers, size)))
 
 
 def _identity(anatomy: Anatomy) -> Plan:
@@ -122,9 +135,63 @@ def _identity(anatomy: Anatomy) -> Plan:
     return _plan({"method": "identity", "layers": layers})
 
 
+def _times_smaller(anatomy: Anatomy, times: int) -> Plan:
+    """Every attention layer composed so that the history is at least so many times smaller."""
+    _require(list(anatomy.foldable_layers), f"{times}x", "the model", at_least=1)
+    return plan_for_budget(anatomy, times_smaller=times)
+
+
+def _turboquant(anatomy: Anatomy, key_bits: int, value_bits: int) -> Plan:
+    """Every attention layer's own keys and values in so many bits; nothing is trained."""
+    layers = list(anatomy.foldable_layers)
+    _require(layers, f"k{key_bits}v{value_bits}", "the model", at_least=1)
+    entry = {"layers": layers, "key_bits": key_bits, "value_bits": value_bits}
+    return Plan.from_dict({"bits": [{"method": "turboquant", **entry}]})
+
+
+def _pool(anatomy: Anatomy) -> Plan:
+    """Every attention layer's tokens pooled to slots."""
+    layers = list(anatomy.foldable_layers)
+    _require(layers, "pool", "the model", at_least=1)
+    entry = {"group": POOL_GROUP, "gate": POOL_GATE, "mass_bias": POOL_MASS_BIAS}
+    return Plan.from_dict({"sequence": [{"method": "pool", "layers": layers, **entry}]})
+
+
+def _qwen_compress(anatomy: Anatomy) -> Plan:
+    """The second card: every fourth layer pooled by one score a token, no anchors."""
+    period, place = COMPRESS_CARD_PERIOD, COMPRESS_CARD_PLACE
+    layers = [layer for layer in anatomy.foldable_layers if layer % period == place]
+    _require(
+        layers,
+        "qwen-compress",
+        f"layers {place}, {place + period}, ... (i % {period} == {place})",
+        at_least=1,
+    )
+    entry = {
+        "method": "pool",
+        "layers": layers,
+        "group": COMPRESS_CARD_GROUP,
+        "gate": "token",
+        "overlap": False,
+        "mass_bias": False,
+        "position": "mean",
+    }
+    settings = {"anchors": 0, "window": COMPRESS_CARD_WINDOW, "prefill_attention": "folded"}
+    return Plan.from_dict({"sequence": [entry], **settings})
+
+
 PRESETS: Mapping[str, Callable[[Anatomy], Plan]] = MappingProxyType(
     {
         "balanced": _balanced,
+        "4x": partial(_times_smaller, times=4),
+        "8x": partial(_times_smaller, times=8),
+        "16x": partial(_times_smaller, times=16),
+        "k8v8": partial(_turboquant, key_bits=8, value_bits=8),
+        "k8v4": partial(_turboquant, key_bits=8, value_bits=4),
+        "k4v4": partial(_turboquant, key_bits=4, value_bits=4),
+        "k4v2": partial(_turboquant, key_bits=4, value_bits=2),
+        "pool": _pool,
+        "qwen-compress": _qwen_compress,
         "latent": _latent,
         "ced": _ced,
         "csa2": _csa2,
@@ -159,14 +226,6 @@ def _require(layers: list[int], name: str, where: str, at_least: int) -> None:
             f"the preset {name} needs at least {at_least} full-attention layers in {where}; it "
             f"has {len(layers)}: {layers}; choose another preset, or write a plan"
         )
-
-
-def _groups(layers: list[int], size: int) -> list[list[int]]:
-    """Consecutive groups of `size`; a last layer left alone joins the group before it."""
-    groups = [layers[start : start + size] for start in range(0, len(layers), size)]
-    if len(groups) > 1 and len(groups[-1]) == 1:
-        groups[-2:] = [groups[-2] + groups[-1]]
-    return groups
 
 
 def _latent_entry(anatomy: Anatomy, layers: list[int], times_smaller: int) -> dict[str, Any]:

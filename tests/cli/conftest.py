@@ -57,6 +57,14 @@ def text_file(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def long_text_file(tmp_path_factory):
+    """Text whose held-out tenth fills a window of 1,024 tokens."""
+    path = tmp_path_factory.mktemp("text") / "long.txt"
+    path.write_text("\n".join(f"{n} times {n % 13} makes {n * (n % 13)}." for n in range(650)))
+    return path
+
+
+@pytest.fixture(scope="session")
 def addon_folder(kvfold, tiny_folder, text_file, tmp_path_factory):
     """An add-on that the command `fit` made."""
     folder = tmp_path_factory.mktemp("add-ons") / "my-addon"

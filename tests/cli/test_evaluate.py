@@ -37,6 +37,27 @@ def test_tables_json_and_plot_are_made(evaluate, tmp_path):
     assert (tmp_path / "e.svg").read_text().startswith("<?xml")
 
 
+def test_bytes_are_shown_part_by_part_at_every_length(evaluate, tmp_path):
+    done = evaluate("--no-speed", "--json", tmp_path / "e.json")
+    assert done.exit_code == 0, done.output
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    heading = "tokens anchors window slots pending plain total smaller value kept"
+    start = lines.index(heading)
+    (memory, later) = json.loads((tmp_path / "e.json").read_text())["results"][1]["memory"]
+    row = next(line for line in lines[start:] if line.startswith("my-addon 1,024"))
+    assert row.endswith(f"{memory['bits_per_value']:.2f} {100 * memory['kept_fraction']:.1f}%")
+    assert memory["addon_bytes"] == later["addon_bytes"] > 0
+    assert sum(memory["components"].values()) == memory["stored_bytes"]
+
+
+def test_what_an_addon_folds_is_said_first(evaluate):
+    done = evaluate("--no-speed")
+    told = (
+        "my-addon: csa2 (joint), 1 group of 3 layers, 3 layers left as they are: 512 bytes a token"
+    )
+    assert told in " ".join(done.stdout.split())
+
+
 def test_every_line_fits_a_hundred_columns(evaluate):
     done = evaluate("--no-speed")
     assert max(len(line) for line in done.stdout.splitlines()) <= 100

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from kvfold.cli.fit import report_table
+from kvfold.anatomy import anatomy
+from kvfold.cli.fit import EXAMPLE_PLAN, calibration_window, report_table
+from kvfold.describe import describe
+from kvfold.models import load_config
+from kvfold.plan import Plan
 from kvfold.store.addon import AddOn
 
 
@@ -13,6 +19,11 @@ def fit(kvfold, model, text, output, *more):
         "fit", model, "--corpus", text, "--tokens", 1024, "--held-out-tokens", 128,
         "--window", 64, "-o", output, *more,
     )  # fmt: skip
+
+
+def flat(done):
+    """What a command printed, without the frames and line breaks of the terminal."""
+    return " ".join(done.output.replace("│", " ").split())
 
 
 def test_a_fit_leaves_an_addon_and_nothing_else(addon_folder):
@@ -64,7 +75,16 @@ def test_force_does_not_replace_what_is_no_addon(kvfold, tiny_folder, text_file,
     ("options", "words"),
     [
         (("--preset", "nonsense"), "nonsense"),
-        (("--preset", "ced", "--plan", "p.yaml"), "not both"),
+        (("--preset", "ced", "--plan", "p.yaml"), "only one of --preset, --plan"),
+        (("--preset", "8x", "--times-smaller", "8"), "only one of --preset, --plan"),
+        (("--times-smaller", "8", "--bytes-per-token", "9"), "only one of --preset, --plan"),
+        (("--times-smaller", "many"), "times-smaller"),
+        (("--times-smaller", "1000"), "up to 64 times smaller"),
+        (("--bytes-per-token", "768"), "below the plain cache's 768 bytes a token"),
+        (("--gate-steps", "0"), "gate-steps"),
+        (("--gate-steps", "5"), "this one has none"),
+        (("--preset", "k8v4", "--gate-steps", "5"), "this one has none"),
+        (("--preset", "pool"), "take a --window of 1024 or more"),
         (("--plan", "no-such-plan.yaml"), "no-such-plan.yaml"),
         (("--corpus", "no-such-corpus.txt"), "no-such-corpus.txt"),
         (("--window", "1"), "window"),
@@ -77,7 +97,7 @@ def test_bad_values_are_explained_and_leave_nothing(
 ):
     done = fit(kvfold, tiny_folder, text_file, tmp_path / "a", *options)
     assert done.exit_code == 2
-    assert words in done.output
+    assert words in flat(done)
     assert "Traceback" not in done.output
     assert list(tmp_path.iterdir()) == []
 
@@ -113,3 +133,102 @@ def test_an_interrupted_fit_can_be_resumed_and_a_new_one_starts_anew(
 
 def test_a_report_of_a_plan_without_weights_is_an_empty_table():
     assert report_table({}).row_count == 0
+
+
+@pytest.mark.parametrize("budget", [("--times-smaller", 8), ("--bytes-per-token", 96)])
+def test_a_budget_is_fitted_and_what_it_picked_is_said(
+    kvfold, tiny_folder, text_file, tmp_path, budget
+):
+    done = fit(kvfold, tiny_folder, text_file, tmp_path / "a", *budget)
+    assert done.exit_code == 0, done.output
+    plan = AddOn.from_pretrained(tmp_path / "a").plan
+    shape = anatomy(load_config(tiny_folder))
+    assert plan == Plan.for_budget(shape, times_smaller=8)
+    assert f"Plan: {describe(plan, shape)}" in flat(done)
+    assert "rank 88 (4.4x), codes in 8 bits: 90 bytes a token, 8.5x smaller" in flat(done)
+
+
+def pooled(kvfold, model, text, output, *more):
+    return kvfold(
+        "fit", model, "--corpus", text, "--tokens", 4096, "--held-out-tokens", 1024, "-o", output,
+        *more,
+    )  # fmt: skip
+
+
+def test_gates_are_trained_on_long_windows_and_shown_beside_the_maps(
+    kvfold, tiny_folder, long_text_file, tmp_path
+):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        "depth: [{method: latent, layers: [0, 1, 2], rank: 64}]\n"
+        "sequence: [{method: pool, layers: [0, 1, 2, 5], gate: head}]\n"
+        "bits: [{method: turboquant, layers: [0, 1, 2]}]\n"
+    )
+    more = ("--plan", plan, "--gate-steps", 12)
+    done = pooled(kvfold, tiny_folder, long_text_file, tmp_path / "a", *more)
+    assert done.exit_code == 0, done.output
+    report = AddOn.from_pretrained(tmp_path / "a").report
+    assert report["gates"]["steps"] == 12
+    assert report["held_out_tokens"] == 1024  # one window of the length that gates need
+    for words in ("R² of keys", "gate error", "gates trained for 12 steps"):
+        assert words in flat(done)
+    rows = [line.split() for line in done.output.splitlines() if line.split()[:1] == ["0"]]
+    first, last = (report["gates"]["error"][part]["0"] for part in ("first", "last"))
+    assert rows[0][-2:] == [f"{first:.4f}", f"{last:.4f}"]
+    assert rows[0][2] == f"{report['layers']['0']['keys_r2']:.4f}"
+    own = next(line.split() for line in done.output.splitlines() if line.split()[:1] == ["5"])
+    assert own[1:4] == ["identity", "-", "-"]
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_short_windows_for_gates_are_warned_of(kvfold, tiny_folder, text_file, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("window: 16\nsequence: [{method: pool, layers: [5]}]\n")
+    done = fit(kvfold, tiny_folder, text_file, tmp_path / "a", "--plan", plan, "--gate-steps", 2)
+    assert done.exit_code == 0, done.output
+    assert "Windows of 64 tokens give gates little history" in flat(done)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named", "window"),
+    [
+        ({}, None, 512),
+        ({}, 64, 64),
+        ({"sequence": [{"method": "pool", "layers": [1]}]}, None, 1024),
+        ({"sequence": [{"method": "pool", "layers": [1]}]}, 200, 200),
+        ({"sequence": [{"method": "pool", "layers": [1]}], "window": 1024}, None, 2048),
+        (
+            {"sequence": [{"method": "pool", "layers": [1], "gate": "mean", "mass_bias": False}]},
+            None,
+            512,
+        ),
+    ],
+)
+def test_windows_are_long_enough_for_what_is_fitted(tiny_config, keys, named, window):
+    shape = anatomy(tiny_config("llama"))
+    assert calibration_window(Plan.from_dict(keys), shape, named, None) == window
+
+
+def test_a_plan_without_weights_needs_no_fit_and_says_so(kvfold, tiny_folder, text_file, tmp_path):
+    done = fit(kvfold, tiny_folder, text_file, tmp_path / "a", "--preset", "k8v4")
+    assert done.exit_code == 0, done.output
+    assert "no weights, so there was nothing to fit" in flat(done)
+    assert "0.0 MB of weights" in flat(done)
+    addon = AddOn.from_pretrained(tmp_path / "a")
+    assert addon.plan.bits[0].layers == (0, 1, 2, 3, 4, 5)
+    assert addon.parameter_bytes() == 0
+
+
+def test_the_plan_in_the_help_is_one_that_can_be_fitted(tiny_config):
+    shape = anatomy(tiny_config("llama", num_hidden_layers=8, num_key_value_heads=4))
+    plan = Plan.from_yaml(EXAMPLE_PLAN)
+    assert plan.depth and plan.sequence and plan.bits
+    wide = dataclasses.replace(
+        shape, layers=tuple(dataclasses.replace(layer, head_dim=64) for layer in shape.layers)
+    )
+    plan.check(wide)
+
+
+def test_the_help_shows_the_plan_line_by_line(kvfold):
+    shown = [line.strip() for line in kvfold("fit", "--help").output.splitlines()]
+    assert set(map(str.strip, EXAMPLE_PLAN.splitlines())) <= set(shown)

@@ -31,6 +31,7 @@ def test_both_answers_stand_side_by_side_with_their_cost(generate):
     assert "my-addon" in heading
     assert done.output.count("tok/s") == 2
     assert done.output.count("cache ") == 2
+    assert "my-addon: csa2 (joint), 1 group of 3 layers" in done.output
 
 
 def test_a_prompt_file_is_read_and_overrides_are_taken(generate, text_file):

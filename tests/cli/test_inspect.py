@@ -87,6 +87,58 @@ def test_a_plan_of_ones_own_is_one_more_row(run, folder, tmp_path):
     assert "your plan" in run("inspect", folder("llama"), "--plan", plan).output
 
 
+@pytest.mark.parametrize("budget", [("--times-smaller", 8), ("--bytes-per-token", 96)])
+def test_a_budget_is_one_more_row_with_what_it_picked(run, folder, budget):
+    shown = run("inspect", folder("llama"), *budget)
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.count("your budget") == 2  # its row, and what it is in words
+    assert max(map(len, shown.output.splitlines())) <= 100
+    report = json.loads(run("inspect", folder("llama"), *budget, "--json").output)
+    made = report["plans"]["your budget"]
+    assert made["description"].endswith("codes in 8 bits: 90 bytes a token, 8.5x smaller")
+    assert made["description"] in " ".join(shown.output.split())
+    assert made["plan"] == report["plans"]["8x"]["plan"]
+
+
+def test_a_plan_and_a_budget_are_two_rows(run, folder, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("bits: [{method: turboquant, layers: [0, 1]}]", encoding="utf-8")
+    result = run("inspect", folder("llama"), "--plan", plan, "--times-smaller", 3, "--json")
+    plans = json.loads(result.output)["plans"]
+    assert list(plans)[-2:] == ["your plan", "your budget"]
+    assert plans["your plan"]["description"].startswith("keys in 8 bits, values in 4 in 2 of 6")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--times-smaller", 4, "--bytes-per-token", 9), "only one of"),
+        (("--times-smaller", 100), "up to 64 times smaller"),
+        (("--times-smaller", -1), "above 0"),
+        (("--bytes-per-token", 1000), "below the plain cache's 768 bytes"),
+    ],
+)
+def test_a_budget_that_can_not_be_is_explained(run, folder, options, message):
+    result = run("inspect", folder("llama"), *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.stderr
+
+
+def test_every_preset_is_told_in_words(run, folder):
+    shown = run("inspect", folder("qwen3_5")).output
+    assert "4 tokens a slot (token gate): 64 bytes a token, 4.0x smaller" in shown
+    report = json.loads(run("inspect", folder("qwen3_5"), "--json").output)
+    for saving in report["plans"].values():
+        assert saving.get("description") or saving["unavailable"]
+
+
+def test_a_plan_that_is_held_alike_in_both_ways_has_one_row(run, folder):
+    rows = run("inspect", folder("llama")).output.splitlines()
+    assert any("k8v4" in row and "auto, shared" in row for row in rows)
+    assert any("csa2" in row and " auto  " in row for row in rows)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -4,49 +4,125 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from kvfold.anatomy import Anatomy, anatomy
-from kvfold.methods import build_methods
+from kvfold.methods import build_pipelines
 from kvfold.plan import Plan
 from kvfold.runtime.attach import Attachment, attach
 from kvfold.runtime.cache import FoldedCache
+from kvfold.runtime.slots import SlotStore
+
+Layers = tuple[int, ...]
+Axes = dict[str, list[dict[str, Any]]]
+"""A plan's entries by axis."""
 
 
-def _half(layers: tuple[int, ...]) -> tuple[int, ...]:
-    """The layers that a group can read for: all but the first."""
-    return layers[1:]
+def _depth(*entries: dict[str, Any]) -> Axes:
+    return {"depth": list(entries)}
 
 
-METHODS: dict[str, Callable[[tuple[int, ...]], list[dict[str, Any]]]] = {
-    "identity": lambda ls: [{"method": "identity", "layers": ls}],
-    "drop": lambda ls: [{"method": "drop", "layers": ls}],
-    "ced": lambda ls: [{"method": "ced", "split": min(ls), "layers": ls}],
-    "ced-one-layer": lambda ls: [{"method": "ced", "split": 1, "layers": [ls[-1]]}],
-    "csa2-joint": lambda ls: [{"method": "csa2", "source": ls[0], "readers": _half(ls)}],
-    "csa2-separate": lambda ls: [
-        {"method": "csa2", "source": ls[0], "readers": _half(ls), "form": "separate"}
-    ],
-    "csa2-residual": lambda ls: [
-        {"method": "csa2", "source": ls[0], "readers": _half(ls), "residual_hidden": 12}
-    ],
-    "ced-csa2": lambda ls: [
-        {"method": "ced", "split": min(1, ls[0]), "layers": [ls[0]]},
-        {"method": "csa2", "source": ls[0], "readers": _half(ls)},
-    ],
-    "latent": lambda ls: [{"method": "latent", "layers": ls, "rank": 24}],
-    "latent-two-codes": lambda ls: [
-        {"method": "latent", "layers": ls, "rank": 12, "value_rank": 8}
-    ],
-    "latent-of-hidden": lambda ls: [
-        {"method": "latent", "layers": ls, "rank": 20, "split": min(ls)}
-    ],
+def _csa2(layers: Layers, **settings: Any) -> dict[str, Any]:
+    """The first layer feeds all others."""
+    return {"method": "csa2", "source": layers[0], "readers": layers[1:], **settings}
+
+
+def _ced(layers: Layers, split: int) -> dict[str, Any]:
+    return {"method": "ced", "split": split, "layers": layers}
+
+
+def _latent(layers: Layers, **settings: Any) -> dict[str, Any]:
+    return {"method": "latent", "layers": layers, "rank": 24, **settings}
+
+
+def _pool(layers: Layers, **settings: Any) -> Axes:
+    return {"sequence": [{"method": "pool", "layers": layers, **settings}]}
+
+
+def _bits(layers: Layers, keys: int, values: int) -> Axes:
+    entry = {"method": "turboquant", "layers": layers, "key_bits": keys, "value_bits": values}
+    return {"bits": [entry]}
+
+
+def _every_fourth(layers: Layers) -> Layers:
+    """The second card's rule; the last layer of a model where no full attention follows it."""
+    return tuple(layer for layer in layers if layer % 4 == 3) or layers[-1:]
+
+
+def _mixed(layers: Layers) -> Axes:
+    """Three groups in one cache: by four, by two and quantised, and only quantised."""
+    by_four, others = layers[0::3], tuple(n for n in layers if n not in layers[0::3])
+    four = _pool(by_four, gate="head", overlap=True)["sequence"]
+    two = _pool(layers[1::3], group=2)["sequence"]
+    return {"sequence": four + two, **_bits(others, 8, 4)}
+
+
+def _two_codes(layers: Layers) -> Axes:
+    """A quantised code of one group size beside a pooled one of another."""
+    first, rest = layers[:1], layers[1:]
+    depth = _depth(_ced(first, min(1, layers[0])), _latent(rest))
+    return {**depth, **_pool(rest, group=2, gate="head"), **_bits(first, 8, 4)}
+
+
+METHODS: dict[str, Callable[[Layers], Axes]] = {
+    "identity": lambda ls: _depth({"method": "identity", "layers": ls}),
+    "drop": lambda ls: _depth({"method": "drop", "layers": ls}),
+    "ced": lambda ls: _depth(_ced(ls, min(ls))),
+    "ced-one-layer": lambda ls: _depth(_ced(ls[-1:], 1)),
+    "csa2-joint": lambda ls: _depth(_csa2(ls)),
+    "csa2-separate": lambda ls: _depth(_csa2(ls, form="separate")),
+    "csa2-residual": lambda ls: _depth(_csa2(ls, residual_hidden=12)),
+    "ced-csa2": lambda ls: _depth(_ced(ls[:1], min(1, ls[0])), _csa2(ls)),
+    "latent": lambda ls: _depth(_latent(ls)),
+    "latent-two-codes": lambda ls: _depth(_latent(ls, rank=12, value_rank=8)),
+    "latent-of-hidden": lambda ls: _depth(_latent(ls, rank=20, split=min(ls))),
 }
-NEEDS_WINDOW = ("drop", "latent", "latent-two-codes")
+"""The depth axis alone, by name: from a model's foldable layers to a plan's entries."""
+
+COMPOSITIONS: dict[str, Callable[[Layers], Axes]] = {
+    "drop-4": lambda ls: _depth({"method": "drop", "layers": ls, "group": 4}),
+    "pool-mean": lambda ls: _pool(ls, gate="mean", mass_bias=False),
+    "pool-mean-overlap-3": lambda ls: _pool(ls, gate="mean", group=3, overlap=True),
+    "pool-token": lambda ls: _pool(ls),
+    "pool-token-8-last": lambda ls: _pool(ls, group=8, position="last"),
+    "pool-token-overlap": lambda ls: _pool(ls, overlap=True, mass_bias=False),
+    "pool-head": lambda ls: _pool(ls, gate="head"),
+    "pool-head-overlap": lambda ls: _pool(ls, gate="head", overlap=True),
+    "pool-channel-2": lambda ls: _pool(ls, gate="channel", group=2, gate_rank=5),
+    "pool-channel-overlap-first": lambda ls: _pool(
+        ls, gate="channel", overlap=True, position="first", gate_rank=5
+    ),
+    "every-fourth": lambda ls: _pool(_every_fourth(ls)),
+    "mixed": _mixed,
+    "turboquant-k8v4": lambda ls: _bits(ls, 8, 4),
+    "turboquant-k8v8": lambda ls: _bits(ls, 8, 8),
+    "turboquant-k4v4": lambda ls: _bits(ls, 4, 4),
+    "turboquant-k4v2": lambda ls: _bits(ls, 4, 2),
+    "latent+pool": lambda ls: {**_depth(_latent(ls)), **_pool(ls)},
+    "latent-of-hidden+pool": lambda ls: {
+        **_depth(_latent(ls, split=min(ls))),
+        **_pool(ls, gate="channel", gate_rank=5),
+    },
+    "csa2+pool-head": lambda ls: {**_depth(_csa2(ls)), **_pool(ls, gate="head", overlap=True)},
+    "ced+pool": lambda ls: {**_depth(_ced(ls, min(ls))), **_pool(ls)},
+    "pool+k8v4": lambda ls: {**_pool(ls), **_bits(ls, 8, 4)},
+    "pool-head-overlap+k4v2": lambda ls: {
+        **_pool(ls, gate="head", overlap=True),
+        **_bits(ls, 4, 2),
+    },
+    "latent+k8v4": lambda ls: {**_depth(_latent(ls)), **_bits(ls, 8, 4)},
+    "csa2+k4v2": lambda ls: {**_depth(_csa2(ls)), **_bits(ls, 4, 2)},
+    "latent+pool+k8v4": lambda ls: {**_depth(_latent(ls)), **_pool(ls), **_bits(ls, 8, 4)},
+    "csa2+pool+k4v4": lambda ls: {**_depth(_csa2(ls)), **_pool(ls), **_bits(ls, 4, 4)},
+    "two-codes": _two_codes,
+}
+"""The other axes, alone and together."""
+
+ALL = {**METHODS, **COMPOSITIONS}
 NON_LINEAR = ("csa2-residual",)
 FAMILIES = (
     "llama",
@@ -61,6 +137,30 @@ FAMILIES = (
     "phi3",
 )
 READINGS = ("expanded", "shared", "absorbed")
+FAMILIES_APART = 3
+"""Families between two that a composition meets; prime to 10, so that all families come up."""
+
+
+def needs_window(method: str) -> bool:
+    """Whether some token of the method can't see itself through its slot."""
+    axes = ALL[method]((3, 7, 11))
+    late = [
+        entry["method"] == "drop" or (entry["method"] == "latent" and "split" not in entry)
+        for entry in axes.get("depth", ())
+    ]
+    return any(late) or "sequence" in axes
+
+
+def families_of(method: str) -> tuple[str, ...]:
+    """All families for a depth method; for a composition three, other ones for each.
+
+    The product of everything would take an hour. The law itself and padding are tested on every
+    family for every composition (`every_family`).
+    """
+    if method in METHODS:
+        return FAMILIES
+    first = list(COMPOSITIONS).index(method)
+    return tuple(FAMILIES[(first + FAMILIES_APART * n) % len(FAMILIES)] for n in range(3))
 
 
 @dataclass
@@ -68,7 +168,7 @@ class RandomAddOn:
     """A plan with random weights of moderate size: no fit, so that every part shows."""
 
     plan: Plan
-    methods: nn.ModuleList
+    pipelines: nn.ModuleList
 
     def check_base(self, model: Any) -> None:
         """Any model will do."""
@@ -76,13 +176,13 @@ class RandomAddOn:
 
 def random_addon(model: Any, plan: Plan, seed: int = 0) -> RandomAddOn:
     """Weights drawn so that regenerated keys and values are about as large as their inputs."""
-    methods = build_methods(plan, anatomy(model))
+    pipelines = build_pipelines(plan, anatomy(model))
     generator = torch.Generator().manual_seed(seed)
-    for parameter in methods.parameters():
+    for parameter in pipelines.parameters():
         fan_in = parameter.shape[-1] if parameter.dim() > 1 else 4
         drawn = torch.randn(parameter.shape, generator=generator) / fan_in**0.5
         parameter.data = drawn.to(model.dtype)
-    return RandomAddOn(plan, methods)
+    return RandomAddOn(plan, pipelines)
 
 
 @dataclass
@@ -97,6 +197,11 @@ class Case:
     def anatomy(self) -> Anatomy:
         """Of the model."""
         return anatomy(self.model)
+
+    @property
+    def largest_group(self) -> int:
+        """Tokens of the longest slot."""
+        return max(self.plan.group_of(layer) for layer in self.plan.folded_layers)
 
     def attach(self, **changes: Any) -> Attachment:
         """Attach, with some of the plan's keys changed."""
@@ -140,8 +245,8 @@ def case(tiny_model: Callable[..., Any]) -> Callable[..., Case]:
         if (family, dtype) not in models:
             models[family, dtype] = tiny_model(family, dtype=dtype)
         model = models[family, dtype]
-        depth = METHODS[method](anatomy(model).foldable_layers)
-        plan = Plan.from_dict({"anchors": 4, "window": 8, **keys, "depth": depth})
+        axes = ALL[method](anatomy(model).foldable_layers)
+        plan = Plan.from_dict({"anchors": 4, "window": 8, **keys, **axes})
         return Case(model, plan, random_addon(model, plan))
 
     return make
@@ -154,38 +259,148 @@ Tensors are float64, but the norms of most models and the whole of a Gated Delta
 float32, and random weights amplify its rounding; a wrong position, mask or slot shows as 0.1 or
 more.
 """
+FLIPPED = 2e-2
+"""The same where a stored code differs: a coordinate at the border of two levels falls on one side
+in one order of the computation and on the other in another, and then moves by a whole level."""
+FEW = 0.005
+"""The largest share of codes that may differ so. A fault changes about all of them."""
 
 
-def assert_same(ours: Tensor, theirs: Tensor) -> None:
+def assert_same(ours: Tensor, theirs: Tensor, tolerance: float = SAME) -> None:
     """Equal up to the rounding of the models' own float32 parts."""
     assert ours.shape == theirs.shape
     scale = max(1.0, float(theirs.abs().max())) if theirs.numel() else 1.0
-    torch.testing.assert_close(ours / scale, theirs / scale, atol=SAME, rtol=0)
+    torch.testing.assert_close(ours / scale, theirs / scale, atol=tolerance, rtol=0)
+
+
+class State(NamedTuple):
+    """What one row of a cache holds: values as they are, and quantised vectors."""
+
+    values: list[Tensor]
+    quantised: list[tuple[Tensor, Tensor]]
+
+
+def state(cache: FoldedCache, row: int = 0) -> State:
+    """Everything that a row's past has put into a cache: exact places, slots, and what waits."""
+    found = State([], [])
+    seen, one = cache.rows[row], slice(row, row + 1)
+    for index in sorted(cache.folded):
+        layer = cache.folded_layer(index)
+        fold, schedule = layer.fold, layer.schedule
+        made, fixed = schedule.made(seen), schedule.exact_size
+        slots = made if fold.expands_early else schedule.slots(seen)
+        for tensor in (layer.keys, layer.values):
+            found.values.append(tensor[one, :, : min(seen, fixed)])
+            if fold.reading == "expanded" and "slot_keys" not in layer.stores:
+                found.values.append(tensor[one, :, fixed : fixed + slots])
+        for held in layer.stores.values():
+            _add_slots(found, held, one, made)
+    for store in cache.stores.values():
+        made, beyond = store.schedule.made(seen), max(0, seen - store.schedule.anchors)
+        for held in store.slots.stores if store.keep else ():
+            _add_slots(found, held, one, made)
+        if store.partial is not None:
+            found.values.append(store.partial[one, :, : min(beyond, store.partial_size)])
+        if store.pending is not None:
+            found.values.append(store.pending[one, :, : min(made, store.pending.shape[2])])
+    return found
+
+
+def _add_slots(found: State, held: SlotStore, row: slice, count: int) -> None:
+    if held.values is None or count == 0:
+        return
+    values = held.values[row, :, :count]
+    if held.scales is None:
+        found.values.append(values)
+    else:
+        found.quantised.append((values, held.scales[row, :, :count]))
+
+
+def flips(ours: State, theirs: State) -> int:
+    """Bytes of codes that differ: few, and none of a vector's codes' scale without its codes.
+
+    As a share, bytes that differ are no fewer than codes that differ.
+    """
+    differing = total = 0
+    for (codes, scales), (other_codes, other_scales) in zip(
+        ours.quantised, theirs.quantised, strict=True
+    ):
+        assert codes.shape == other_codes.shape
+        changed = codes != other_codes
+        differing += int(changed.sum())
+        total += codes.numel()
+        kept = ~changed.any(dim=-1, keepdim=True)
+        close = torch.isclose(scales.double(), other_scales.double(), rtol=2 * SAME, atol=1e-6)
+        assert bool((close | ~kept).all())
+    assert differing <= FEW * total, f"{differing} of {total} bytes of codes differ"
+    return differing
+
+
+def assert_same_state(ours: State, theirs: State) -> int:
+    """Two orders of one computation leave the same; returns how many codes flipped on the way."""
+    flipped = flips(ours, theirs)
+    for mine, other in zip(ours.values, theirs.values, strict=True):
+        assert_same(mine, other, FLIPPED if flipped else SAME)
+    return flipped
 
 
 @pytest.fixture(scope="session")
 def helpers() -> Any:
-    """`run` and `tokens`, since test files are not importable from each other."""
+    """What contracts share, since test files are not importable from each other."""
     from types import SimpleNamespace
 
     return SimpleNamespace(
         run=run,
         assert_same=assert_same,
+        assert_same_state=assert_same_state,
+        state=state,
+        tolerance=lambda flipped: FLIPPED if flipped else SAME,
         tokens=tokens,
         cache_name=cache_name,
         random_addon=random_addon,
-        METHODS=METHODS,
-        needs_window=NEEDS_WINDOW,
+        families=FAMILIES,
+        families_of=families_of,
+        methods=tuple(METHODS),
         non_linear=NON_LINEAR,
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the suite's markers."""
+    for line in (
+        "every_family: run each composition on every family, not on three",
+        "compositions: leave out methods of the depth axis alone",
+        "unquantised: leave out methods of the bits axis",
+        "without_window: leave out methods that need a window",
+    ):
+        config.addinivalue_line("markers", line)
+
+
+def _left_out(method: str, marked: set[str]) -> bool:
+    """Whether a test's marks leave a method out."""
+    return (
+        ("compositions" in marked and method in METHODS)
+        or ("unquantised" in marked and "bits" in ALL[method]((3, 7, 11)))
+        or ("without_window" in marked and needs_window(method))
     )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise by the names of a test's arguments."""
-    grids = {"arch": FAMILIES, "method": tuple(METHODS), "reading": READINGS}
     marks = metafunc.definition.iter_markers("parametrize")
     named = (mark.args[0] for mark in marks)
     own = {name for names in named for name in ([names] if isinstance(names, str) else names)}
-    for name, values in grids.items():
-        if name in metafunc.fixturenames and name not in own:
-            metafunc.parametrize(name, values)
+    grids = {"arch": FAMILIES, "method": tuple(ALL), "reading": READINGS}
+    free = [name for name in grids if name in metafunc.fixturenames and name not in own]
+    if "arch" in free and "method" in free:
+        marked = {mark.name for mark in metafunc.definition.iter_markers()}
+        pairs = [
+            (family, method)
+            for method in ALL
+            if not _left_out(method, marked)
+            for family in (FAMILIES if "every_family" in marked else families_of(method))
+        ]
+        metafunc.parametrize(("arch", "method"), pairs)
+        free = [name for name in free if name == "reading"]
+    for name in free:
+        metafunc.parametrize(name, grids[name])

@@ -43,11 +43,12 @@ def test_identity_gives_the_plain_logits_and_tokens(
     ],
     ids=["greedy", "sampling", "beams"],
 )
+@pytest.mark.parametrize("method", ["ced-csa2", "pool-head-overlap", "latent+pool+k8v4", "mixed"])
 def test_generate_equals_recomputing_everything_at_each_step(
-    case: Any, helpers: Any, arch: str, options: dict[str, Any]
+    case: Any, helpers: Any, arch: str, method: str, options: dict[str, Any]
 ) -> None:
     """generate() with the folded cache equals generate() that folds the whole text anew."""
-    made = case(arch, "ced-csa2", window=6)
+    made = case(arch, method, window=6)
     ids = helpers.tokens(17, rows=2)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from kvfold.anatomy import attention_module, k_norm_weight
+from kvfold.runtime.codes import CodeStore
 from kvfold.runtime.ledger import plain_bytes, predict_bytes
+from kvfold.runtime.slots import CodeSlots, SlotStore
 
 FLOAT64_AGREEMENT = 1e-9
 
@@ -41,6 +43,7 @@ def _exact_norm(weight: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
     return forward
 
 
+@pytest.mark.unquantised
 @pytest.mark.parametrize("reading", ["shared", "absorbed"])
 def test_readings_agree_in_float64(
     case: Any, helpers: Any, arch: str, method: str, reading: str
@@ -48,17 +51,35 @@ def test_readings_agree_in_float64(
     """Logits of a prompt, decode steps and a second turn agree within 1e-9."""
     if reading == "absorbed" and method in helpers.non_linear:
         reading = "shared"
-    made = case(arch, method)
+    _check_readings(case(arch, method), helpers, "expanded", reading)
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "smollm3"])
+@pytest.mark.parametrize(
+    "method", ["latent+k8v4", "csa2+k4v2", "latent+pool+k8v4", "csa2+pool+k4v4"]
+)
+def test_quantised_codes_are_rebuilt_and_absorbed_alike(
+    case: Any, helpers: Any, arch: str, method: str
+) -> None:
+    """The same where a whole head is rotary or none of it, so that only codes are stored.
+
+    Other readings of quantised slots differ by design: expanded quantises each layer's keys and
+    values, after RoPE; absorbed keeps the rotary part of a head by itself. `test_reference` has
+    each of them by itself.
+    """
+    _check_readings(case(arch, method), helpers, "shared", "absorbed")
+
+
+def _check_readings(made: Any, helpers: Any, first: str, second: str) -> None:
     ids = helpers.tokens(60)
     cuts = [(0, 33), (33, 34), (34, 35), (35, 60)]
-    outputs = {}
+    outputs = []
     with _float64_k_norms(made):
-        for name in ("expanded", reading):
-            with made.attach(resident=name) as attachment:
+        for reading in (first, second):
+            with made.attach(resident=reading) as attachment:
                 cache = attachment.new_cache()
-                outputs[name] = torch.cat([made.run(ids[:, a:b], cache) for a, b in cuts], dim=1)
-    expanded, other = outputs["expanded"], outputs[reading]
-    torch.testing.assert_close(other, expanded, atol=FLOAT64_AGREEMENT, rtol=FLOAT64_AGREEMENT)
+                outputs.append(torch.cat([made.run(ids[:, a:b], cache) for a, b in cuts], dim=1))
+    torch.testing.assert_close(*outputs, atol=FLOAT64_AGREEMENT, rtol=FLOAT64_AGREEMENT)
 
 
 def _storages(cache: Any) -> int:
@@ -69,17 +90,15 @@ def _storages(cache: Any) -> int:
         if isinstance(held, Tensor):
             storage = held.untyped_storage()
             found[storage.data_ptr() or id(storage)] = storage.nbytes()
+        elif isinstance(held, (list, tuple)):
+            for value in held:
+                visit(value)
         elif isinstance(held, dict):
-            for value in held.values():
-                visit(value)
+            visit([value for name, value in held.items() if name != "_sliding_window_tensor"])
+        elif isinstance(held, (CodeStore, CodeSlots, SlotStore)):
+            visit(vars(held))
 
-    for layer in cache.layers:
-        for name, value in vars(layer).items():
-            if name not in ("fold", "_sliding_window_tensor"):
-                visit(value)
-    for store in cache.stores.values():
-        visit(store.codes)
-        visit(store.new)
+    visit([[vars(layer) for layer in cache.layers], cache.stores])
     return sum(found.values())
 
 
@@ -156,11 +175,10 @@ def test_4096_tokens_of_full_width_attention_hold_the_predicted_storages(
         cache = attachment.new_cache()
         helpers.run(model, helpers.tokens(4096), cache)
     four_copies = 4 * 2 * 4 * 256 * 4 * 4096
-    history = sum(store.codes.untyped_storage().nbytes() for store in cache.stores.values())
+    held = [store for codes in cache.stores.values() for store in codes.slots.stores]
     for index in cache.folded:
-        layer = cache.folded_layer(index)
-        for extra in (layer.rotary, layer.rho):
-            history += 0 if extra is None else extra.untyped_storage().nbytes()
+        held += cache.folded_layer(index).stores.values()
+    history = sum(t.untyped_storage().nbytes() for store in held for t in store.tensors().values())
     assert four_copies / history == pytest.approx(copies_saved, rel=0.02)
     counted, predicted = cache.nbytes(), predict_bytes(plan, anatomy(model), 4096, element_size=4)
     assert counted.components == predicted.components

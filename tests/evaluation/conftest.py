@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kvfold.anatomy import anatomy
-from kvfold.methods import build_methods
+from kvfold.methods import build_pipelines
 from kvfold.plan import Plan
 
 
@@ -20,7 +20,7 @@ class BareAddOn:
     """Methods under a plan, for whatever model."""
 
     plan: Plan
-    methods: nn.ModuleList
+    pipelines: nn.ModuleList
 
     def check_base(self, model: Any) -> None:
         """Every model will do."""
@@ -31,12 +31,12 @@ def bare_addon() -> Callable[..., BareAddOn]:
     """`bare_addon(model, plan, scale=...)`: an add-on whose weights are random of that scale."""
 
     def make(model: Any, plan: Plan, scale: float = 0.1) -> BareAddOn:
-        methods = build_methods(plan, anatomy(model))
+        pipelines = build_pipelines(plan, anatomy(model))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(3)
-            for parameter in methods.parameters():
+            for parameter in pipelines.parameters():
                 parameter.copy_(scale * torch.randn_like(parameter))
-        return BareAddOn(plan, methods.to(model.dtype))
+        return BareAddOn(plan, pipelines.to(model.dtype))
 
     return make
 

@@ -23,7 +23,7 @@ def test_weights_are_shared_and_the_addons_own_plan_stays(tiny_model, bare_addon
     changed = with_plan(addon, window=0, anchors=7, resident="shared")
     assert (changed.plan.window, changed.plan.anchors) == (0, 7)
     assert changed.plan.resident == "shared"
-    assert changed.methods is addon.methods
+    assert changed.pipelines is addon.pipelines
     assert addon.plan == PLAN
 
 

@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 
 from kvfold.anatomy import anatomy
-from kvfold.evaluation.memory import history_bytes_per_token, memory_at
+from kvfold.evaluation.memory import Memory, addon_bytes, history_bytes_per_token, memory_at
+from kvfold.methods import build_pipelines
 from kvfold.plan import Plan
+from kvfold.presets import preset
 
 TOKEN = 2 * 2 * 16 * 2  # keys and values of 2 heads of 16 in two bytes
 
@@ -65,3 +67,63 @@ def test_what_is_stored_does_not_depend_on_the_rotary_embedding(tiny_config):
 def test_short_lengths_are_no_error(tiny_config, length):
     (memory,) = memory_at(latent(), anatomy(tiny_config("llama")), (length,))
     assert memory.stored_bytes > 0
+
+
+def test_bits_a_value_are_those_of_the_attention_cache_alone():
+    plain, recurrent = 1_600, 5_000
+    components = {"slots": 100, "window": 100, "recurrent": recurrent}
+    memory = Memory(10, components, 200 + recurrent, 400 + recurrent, plain + recurrent)
+    assert memory.bits_per_value == 2.0
+    assert memory.resident_bits_per_value == 4.0
+    assert memory.kept_fraction == pytest.approx(5_200 / 6_600) == 1 / memory.times_smaller
+
+
+def test_the_plain_cache_has_sixteen_bits_a_value(tiny_config, family):
+    (memory,) = memory_at(None, anatomy(tiny_config(family)), (300,))
+    assert memory.bits_per_value == memory.resident_bits_per_value == 16.0
+    assert (memory.kept_fraction, memory.addon_bytes) == (1.0, 0)
+
+
+def test_bits_a_value_tend_to_those_of_the_code(tiny_config, family):
+    """k8v4 on heads of 16: (8 + 4) / 2 bits and a scale of 16 bits for every 16 values."""
+    shape = anatomy(tiny_config(family))
+    (memory,) = memory_at(preset("k8v4", shape), shape, (2_000_000,))
+    assert memory.bits_per_value == pytest.approx(7.0, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["pool", "qwen-compress", "k8v8", "k8v4", "k4v4", "k4v2"])
+def test_plans_on_the_layers_own_keys_are_as_small_in_memory_as_stored(tiny_config, family, name):
+    shape = anatomy(tiny_config(family))
+    if name == "qwen-compress" and 3 not in shape.foldable_layers:
+        pytest.skip("this shape slides in every fourth layer")
+    (memory,) = memory_at(preset(name, shape), shape, (50_000,))
+    assert memory.resident_times_smaller == pytest.approx(memory.times_smaller, rel=0.005)
+
+
+def test_the_weights_of_an_addon_stand_beside_its_cache(tiny_config):
+    shape = anatomy(tiny_config("llama"))
+    (memory,) = memory_at(latent(), shape, (1000,))
+    values = sum(p.numel() for p in build_pipelines(latent(), shape).parameters())
+    assert memory.addon_bytes == addon_bytes(latent(), shape) == 2 * values > 0
+    assert sum(memory.components.values()) == memory.stored_bytes
+    assert memory_at(preset("k8v4", shape), shape, (1000,))[0].addon_bytes == 0
+
+
+def test_maps_that_two_entries_share_are_counted_once(tiny_config):
+    shape = anatomy(tiny_config("llama"))
+    ced = {"method": "ced", "split": 1, "layers": [2, 4]}
+    readers = [{"method": "csa2", "source": n, "readers": [n + 1]} for n in (2, 4)]
+    plan = Plan.from_dict({"depth": [ced, *readers]})
+    hidden, width = shape.hidden_size, shape.layers[2].kv_width
+    projectors, maps = 2 * 2 * (hidden + 1) * width, 2 * 2 * (2 * width + 1) * width
+    assert addon_bytes(plan, shape) == 2 * (projectors + maps)
+
+
+def test_a_pooled_prompt_of_301_tokens_keeps_the_cards_entries(tiny_config):
+    """43 slots, 1 token of an unfinished group and a window of 128, of 301 tokens."""
+    shape = anatomy(tiny_config("qwen3_5"))
+    (memory,) = memory_at(preset("qwen-compress", shape), shape, (301,))
+    layers = len(shape.foldable_layers)
+    assert memory.components["slots"] == layers * 43 * TOKEN
+    assert memory.components["window"] == layers * 131 * TOKEN  # room for the most there can be
+    assert memory.components["anchors"] == 0

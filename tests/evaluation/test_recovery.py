@@ -7,6 +7,7 @@ import torch
 
 from kvfold.anatomy import anatomy
 from kvfold.evaluation.recovery import history_recovery, without_history
+from kvfold.methods import depth_methods
 from kvfold.plan import Csa2, Plan
 from kvfold.runtime.attach import attach
 
@@ -30,7 +31,7 @@ def test_the_yardstick_keeps_anchors_window_and_layers(tiny_model, bare_addon):
     dropped = without_history(bare_addon(model, PLAN), anatomy(model))
     assert (dropped.plan.anchors, dropped.plan.window) == (2, 4)
     assert dropped.plan.folded_layers == (3, 4, 5)
-    assert [method.name for method in dropped.methods] == ["drop"]
+    assert [method.name for method in depth_methods(dropped.pipelines)] == ["drop"]
 
 
 def test_the_yardstick_forgets_what_only_folded_layers_could_know(tiny_model, windows, bare_addon):

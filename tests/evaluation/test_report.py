@@ -14,6 +14,7 @@ from kvfold.evaluation import report
 from kvfold.evaluation.memory import Memory
 from kvfold.evaluation.plot import Point, quality_figure, quality_plot
 from kvfold.evaluation.report import (
+    component_table,
     memory_table,
     quality_table,
     readable_bytes,
@@ -24,9 +25,13 @@ from kvfold.evaluation.report import (
 )
 from kvfold.evaluation.runner import PLAIN, Evaluation, Quality, Result
 from kvfold.evaluation.speed import Speed
+from kvfold.runtime.ledger import COMPONENTS as PARTS
 
 COMPONENTS = {"anchors": 1_000, "window": 600_000, "slots": 23_000_000, "plain": 47_200_000}
 MEMORY = Memory(4096, COMPONENTS, 70_801_000, 95_000_000, 188_700_000)
+WEIGHTY = Memory(4096, COMPONENTS, 70_801_000, 95_000_000, 188_700_000, addon_bytes=13_270_000)
+WIDEST = Memory(131_072, dict.fromkeys(set(PARTS) - {"unused"}, 99_949_999), *[999_499_999] * 3, 999_499_999)
+"""The widest figures of every column but the name's."""
 
 
 def result(name, *, recovery=0.5, memory=(MEMORY,), speed=True):
@@ -47,7 +52,7 @@ def text_of(table):
 
 def test_no_compression_is_the_first_row():
     made = evaluation(result(PLAIN, recovery=None), result("balanced"))
-    for table in (quality_table(made), memory_table(made)):
+    for table in (quality_table(made), memory_table(made), component_table(made)):
         lines = [
             line for line in text_of(table).splitlines() if "balanced" in line or PLAIN in line
         ]
@@ -56,8 +61,8 @@ def test_no_compression_is_the_first_row():
 
 def test_tables_fit_a_hundred_columns_whatever_the_figures():
     names = [PLAIN, "a-very-long-candidate-name-" * 3, "x"]
-    made = evaluation(*(result(name, memory=(MEMORY,) * 3) for name in names))
-    for table in (quality_table(made), memory_table(made)):
+    made = evaluation(*(result(name, memory=(MEMORY, WEIGHTY, WIDEST)) for name in names))
+    for table in (quality_table(made), memory_table(made), component_table(made)):
         lines = text_of(table).splitlines()
         assert max(len(line.rstrip()) for line in lines) <= 100
         assert "…" not in "".join(lines)
@@ -85,10 +90,27 @@ def test_a_missing_recovery_is_a_dash_and_missing_speed_no_column():
     assert " - " in row
 
 
-def test_small_parts_are_left_out_of_the_memory_table():
-    text = text_of(memory_table(evaluation(result(PLAIN))))
-    assert "slots" in text.replace("stored parts", "")
-    assert "anchors" not in text
+def test_the_memory_table_shows_bits_and_the_weights_beside():
+    text = text_of(memory_table(evaluation(result(PLAIN), result("balanced", memory=(WEIGHTY,)))))
+    plain, folded = (" ".join(line.split()) for line in text.splitlines() if "4,096" in line)
+    assert plain.endswith("4,096 70.8 MB 2.67x 6.00 95.0 MB 1.99x 8.06")
+    assert folded.endswith("95.0 MB 1.99x 8.06 13.3 MB")
+
+
+def test_every_part_has_its_column_and_missing_parts_have_none():
+    text = text_of(component_table(evaluation(result(PLAIN), result("balanced"))))
+    heading = " ".join(text.splitlines()[2].split())
+    assert heading == "tokens anchors window slots plain total smaller value kept"
+    row = next(line for line in text.splitlines() if line.strip().startswith("balanced"))
+    figures = "4,096 1.0k 600k 23.0M 47.2M 70.8M 2.67x 6.00 37.5%"
+    assert " ".join(row.split()) == f"balanced {figures}"
+
+
+def test_a_part_of_some_candidates_is_a_dash_for_the_others():
+    other = Memory(4096, {"plain": 5_000, "recurrent": 99_900_000}, 99_905_000, 1, 188_700_000)
+    text = text_of(component_table(evaluation(result(PLAIN), result("x", memory=(other,)))))
+    row = next(line for line in text.splitlines() if line.strip().startswith("x"))
+    assert " ".join(row.split()).startswith("x 4,096 - - - 5.0k 99.9M 99.9M 1.89x")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +139,13 @@ def test_the_report_says_where_its_figures_come_from(tmp_path):
     assert {"command", "commit", "machine", "versions", "convention", "results"} <= set(data)
     assert data["machine"]["torch_threads"] >= 1
     assert data["versions"]["torch"]
-    assert data["results"][0]["memory"][0]["times_smaller"] == pytest.approx(188.7 / 70.801)
+    memory = data["results"][0]["memory"][0]
+    assert memory["times_smaller"] == pytest.approx(188.7 / 70.801)
+    assert memory["resident_times_smaller"] == pytest.approx(188.7 / 95)
+    assert memory["kept_fraction"] == pytest.approx(70.801 / 188.7)
+    assert memory["bits_per_value"] == pytest.approx(16 * 70.801 / 188.7)
+    assert memory["resident_bits_per_value"] == pytest.approx(16 * 95 / 188.7)
+    assert memory["addon_bytes"] == 0
 
 
 def test_figures_that_are_not_numbers_never_reach_a_file(tmp_path):

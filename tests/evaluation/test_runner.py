@@ -86,7 +86,7 @@ def test_a_figure_that_is_not_finite_is_an_error_that_names_the_candidate(
     model = tiny_model("llama")
     good, bad = bare_addon(model, CSA2), bare_addon(model, CSA2)
     with torch.no_grad():
-        next(bad.methods.parameters()).fill_(math.nan)
+        next(bad.pipelines.parameters()).fill_(math.nan)
     with pytest.raises(EvaluationError, match=r"'broken' gave loss=nan"):
         run(model, {"fine": good, "broken": bad}, windows)
 

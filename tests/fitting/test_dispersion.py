@@ -25,7 +25,7 @@ DEPTHS = {
 def _decoded(model, depth, ids, strength):
     plan = Plan.from_dict({"anchors": 0, "depth": DEPTHS[depth]})
     addon = fit(model, plan, ids, key_dispersion=strength, progress=False)
-    method = addon.methods[0]
+    method = addon.pipelines[0].depth
     sources = {*method.inputs, Source("keys", 5), Source("values", 5)}
     seen = capture(model, anatomy(model), sources, ids)
     with torch.no_grad():

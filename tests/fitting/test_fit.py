@@ -34,7 +34,7 @@ def _foldable(model):
 
 
 def _state(addon):
-    return addon.methods.state_dict()
+    return addon.pipelines.state_dict()
 
 
 def test_every_kind_of_entry_is_fitted_on_every_family(tiny_model, family):
@@ -90,7 +90,7 @@ def test_reader_that_is_linear_in_its_source_is_fitted_exactly(tiny_model):
     plan = _plan({"method": "csa2", "source": source, "readers": [reader], "form": "separate"})
     addon = fit(model, plan, _windows(), _windows(4, seed=1), ridge=1e-12, progress=False)
     assert addon.report["layers"][str(reader)]["values_r2"] > PERFECT
-    weight = addon.methods[0].values[str(reader)].base.weight
+    weight = addon.pipelines[0].depth.values[str(reader)].base.weight
     torch.testing.assert_close(weight, mix, rtol=1e-3, atol=1e-3)
 
 
@@ -107,7 +107,7 @@ def test_keys_under_a_norm_are_fitted_to_their_directions(tiny_model):
     model = tiny_model("qwen3", dtype=torch.float64)
     plan = _plan({"method": "latent", "layers": [2, 3], "rank": 128})
     addon = fit(model, plan, _windows(), progress=False)
-    method, source = addon.methods[0], Source("keys", 3)
+    method, source = addon.pipelines[0].depth, Source("keys", 3)
     seen = capture(model, anatomy(model), set(method.inputs), _windows(2, seed=1))
     keys, _ = method.decode(3, method.encode(seen))
     torch.testing.assert_close(keys, unit_rms_heads(seen[source], 16), rtol=1e-6, atol=1e-6)
@@ -123,14 +123,14 @@ def test_readers_of_a_regenerated_source_are_fitted_on_what_will_be_stored(tiny_
     alone = fit(
         model, _plan(csa2, anchors=0), _windows(), progress=False, ridge=1e-9, key_dispersion=0
     )
-    method = addon.methods[0]
+    method = addon.pipelines[0].depth
     seen = capture(model, anatomy(model), {*method.inputs, Source("keys", 4)}, _windows())
     code = method.encode(seen)
 
     def error(reader):
         return float((reader.decode(4, code)[0] - seen[Source("keys", 4)]).pow(2).mean())
 
-    assert error(method) < error(alone.methods[0])
+    assert error(method) < error(alone.pipelines[0].depth)
 
 
 def test_anchors_are_left_out_of_the_sums(tiny_model):
@@ -139,7 +139,7 @@ def test_anchors_are_left_out_of_the_sums(tiny_model):
     tokens = _windows()
     other = tokens.clone()
     fitted = fit(model, _plan(entry, anchors=2), tokens, progress=False)
-    method = fitted.methods[0]
+    method = fitted.pipelines[0].depth
     seen = capture(model, anatomy(model), {*method.inputs, Source("values", 3)}, other)
     x = method.encode(seen)[:, 2:].reshape(-1, 64)
     y = seen[Source("values", 3)][:, 2:].reshape(-1, 32)
@@ -284,7 +284,7 @@ def test_plan_without_weights_needs_no_pass(tiny_model):
 def test_addon_has_the_models_dtype(tiny_model):
     model = tiny_model("llama", dtype=torch.bfloat16)
     addon = fit(model, PLANS["a code"], _windows(), _windows(2, seed=1), progress=False)
-    assert {p.dtype for p in addon.methods.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in addon.pipelines.parameters()} == {torch.bfloat16}
     assert addon.report["mean_attention_cosine"] > 0.5
 
 

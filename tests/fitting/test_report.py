@@ -7,7 +7,7 @@ import torch
 
 from kvfold.anatomy import anatomy, attention_module
 from kvfold.fitting.report import report_fit
-from kvfold.methods import build_methods
+from kvfold.methods import build_pipelines
 from kvfold.plan import Plan
 
 CLOSE = 1e-5
@@ -29,21 +29,22 @@ def _whole_code(model):
     layers = list(shape.foldable_layers)[-2:]
     width = shape.layers[layers[0]].kv_width
     plan = _plan({"method": "latent", "layers": layers, "rank": 4 * width})
-    methods = build_methods(plan, shape).to(model.dtype)
+    pipelines = build_pipelines(plan, shape).to(model.dtype)
+    method = pipelines[0].depth
     eye = torch.eye(4 * width, dtype=model.dtype)
     with torch.no_grad():
-        methods[0].encoder.weight.copy_(eye)
+        method.encoder.weight.copy_(eye)
         for index, layer in enumerate(layers):
-            methods[0].keys[str(layer)].weight.copy_(eye[index * width : (index + 1) * width])
+            method.keys[str(layer)].weight.copy_(eye[index * width : (index + 1) * width])
             start = (2 + index) * width
-            methods[0].values[str(layer)].weight.copy_(eye[start : start + width])
-    return plan, methods, layers
+            method.values[str(layer)].weight.copy_(eye[start : start + width])
+    return plan, pipelines, layers
 
 
 def test_everything_given_back_is_one_on_every_family(tiny_model, family):
     model = tiny_model(family)
-    plan, methods, layers = _whole_code(model)
-    report = report_fit(model, plan, methods, _windows())
+    plan, pipelines, layers = _whole_code(model)
+    report = report_fit(model, plan, pipelines, _windows())
     assert report["held_out_tokens"] == 60
     for layer in layers:
         found = report["layers"][str(layer)]
@@ -54,11 +55,11 @@ def test_everything_given_back_is_one_on_every_family(tiny_model, family):
 
 def test_zero_weights_explain_nothing(tiny_model):
     model = tiny_model("llama", dtype=torch.float64)
-    plan, methods, layers = _whole_code(model)
+    plan, pipelines, layers = _whole_code(model)
     with torch.no_grad():
-        for parameter in methods.parameters():
+        for parameter in pipelines.parameters():
             parameter.zero_()
-    report = report_fit(model, plan, methods, _windows())
+    report = report_fit(model, plan, pipelines, _windows())
     for layer in layers:
         found = report["layers"][str(layer)]
         assert found["keys_r2"] <= 0 and found["values_r2"] <= 0
@@ -70,7 +71,7 @@ def test_exact_side_is_the_models_own_attention_output(tiny_model, family, monke
     from kvfold.fitting import report as report_module
 
     model = tiny_model(family, dtype=torch.float64)
-    plan, methods, layers = _whole_code(model)
+    plan, pipelines, layers = _whole_code(model)
     outputs = []
     attend = report_module._Queries.attend
 
@@ -82,7 +83,7 @@ def test_exact_side_is_the_models_own_attention_output(tiny_model, family, monke
 
     monkeypatch.setattr(report_module._Queries, "attend", recording)
     ids = _windows(1)
-    report_fit(model, plan, methods, ids)
+    report_fit(model, plan, pipelines, ids)
     taken = {}
     handles = [
         attention_module(model, layer).o_proj.register_forward_hook(
@@ -100,8 +101,8 @@ def test_exact_side_is_the_models_own_attention_output(tiny_model, family, monke
 
 def test_windows_without_history_have_no_cosine(tiny_model):
     model = tiny_model("llama")
-    plan, methods, layers = _whole_code(model)
-    report = report_fit(model, plan.replace(window=64), methods, _windows())
+    plan, pipelines, layers = _whole_code(model)
+    report = report_fit(model, plan.replace(window=64), pipelines, _windows())
     assert report["mean_attention_cosine"] is None
     assert report["layers"][str(layers[0])]["attention_cosine"] is None
 
@@ -109,4 +110,4 @@ def test_windows_without_history_have_no_cosine(tiny_model):
 def test_plan_without_weights_has_an_empty_report(tiny_model):
     model = tiny_model("llama")
     plan = _plan({"method": "drop", "layers": [2]})
-    assert report_fit(model, plan, build_methods(plan, anatomy(model)), _windows()) == {}
+    assert report_fit(model, plan, build_pipelines(plan, anatomy(model)), _windows()) == {}

@@ -43,8 +43,8 @@ def test_together_equals_alone(tiny_model, tokens, family):
     together = fit_together(model, plans(2), tokens, progress=False)
     for name, plan in plans(2).items():
         alone = fit(model, plan, tokens, progress=False)
-        mine = together[name].methods.state_dict()
-        for key, expected in alone.methods.state_dict().items():
+        mine = together[name].pipelines.state_dict()
+        for key, expected in alone.pipelines.state_dict().items():
             torch.testing.assert_close(
                 mine[key], expected, rtol=1e-6, atol=1e-8, msg=f"{name} {key}"
             )
@@ -57,16 +57,18 @@ def test_plans_of_other_anchors_do_not_share_sums(tiny_model, tokens):
     together = fit_together(model, two, tokens, progress=False)
     for name, chosen in two.items():
         alone = fit(model, chosen, tokens, progress=False)
-        mine = together[name].methods[0].encoder.weight
-        torch.testing.assert_close(mine, alone.methods[0].encoder.weight, rtol=1e-6, atol=1e-8)
+        mine = together[name].pipelines[0].depth.encoder.weight
+        torch.testing.assert_close(
+            mine, alone.pipelines[0].depth.encoder.weight, rtol=1e-6, atol=1e-8
+        )
 
 
 def test_addons_know_their_base_and_need_no_gradient(tiny_model, tokens):
     model = tiny_model("llama")
     addon = fit_together(model, plans(2), tokens, progress=False)["csa2"]
     addon.check_base(model)
-    assert not any(p.requires_grad for p in addon.methods.parameters())
-    assert all(p.dtype == model.dtype for p in addon.methods.parameters())
+    assert not any(p.requires_grad for p in addon.pipelines.parameters())
+    assert all(p.dtype == model.dtype for p in addon.pipelines.parameters())
 
 
 def test_too_little_text_is_refused_before_the_model_runs(tiny_model, tokens):

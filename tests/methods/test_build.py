@@ -7,7 +7,7 @@ import torch
 
 import kvfold
 from kvfold.errors import PlanError
-from kvfold.methods import IdentityFold, Source, build_methods
+from kvfold.methods import IdentityFold, Source, build_pipelines, depth_methods
 from kvfold.plan import Plan
 
 CED = {"method": "ced", "split": 3, "layers": [3]}
@@ -30,7 +30,7 @@ def described(tiny_config):
 
 def built(name, described):
     plan = Plan.from_dict({"depth": DEPTHS[name]})
-    return plan, list(build_methods(plan, described))
+    return plan, list(depth_methods(build_pipelines(plan, described)))
 
 
 @pytest.mark.parametrize("name", DEPTHS)
@@ -56,7 +56,7 @@ def test_every_code_has_its_width_and_gives_every_layer_its_own(name, described)
 
 
 def test_identity_gives_back_what_it_was_given():
-    fold = IdentityFold(2, 8)
+    fold = IdentityFold(2, 2, 4)
     given = {
         source: torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(layer))
         for layer, source in enumerate(fold.inputs)
@@ -77,11 +77,11 @@ def test_ced_that_feeds_csa2_becomes_one_method(described):
 def test_keys_of_models_with_a_k_norm_are_normalised_before_encoding(tiny_config):
     plan = Plan.from_dict({"depth": DEPTHS["latent"]})
     for family, expected in (("llama", False), ("qwen3", True)):
-        (method,) = build_methods(plan, kvfold.anatomy(tiny_config(family)))
-        assert method.unit_keys == expected
+        (pipeline,) = build_pipelines(plan, kvfold.anatomy(tiny_config(family)))
+        assert pipeline.depth.unit_keys == expected
 
 
 def test_a_plan_that_does_not_fit_is_refused(described):
     plan = Plan.from_dict({"depth": [{"method": "identity", "layers": [9]}]})
     with pytest.raises(PlanError, match="layer 9"):
-        build_methods(plan, described)
+        build_pipelines(plan, described)

@@ -8,8 +8,9 @@ import torch
 from kvfold.methods import CedFold, CedMaps, Source
 
 
-def ced(layers, *, bias=True, normalize=True, hidden=24, kv_width=8):
-    fold = CedFold(CedMaps(2, layers, hidden, kv_width, bias=bias, normalize=normalize))
+def ced(layers, *, bias=True, normalize=True, hidden=24, kv_heads=2, head_dim=4):
+    maps = CedMaps(2, layers, hidden, kv_heads, head_dim, bias=bias, normalize=normalize)
+    fold = CedFold(maps)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in fold.parameters():
@@ -65,7 +66,7 @@ def test_normalising_makes_the_scale_of_the_hidden_state_irrelevant():
 
 
 def test_the_cards_projector_has_its_parameter_count():
-    maps = CedMaps(16, (19,), 2560, 1024, bias=False, normalize=False)
+    maps = CedMaps(16, (19,), 2560, 4, 256, bias=False, normalize=False)
     assert CedFold(maps).parameter_count() == 5_242_880
 
 
@@ -80,5 +81,5 @@ def test_fitting_problems_cover_every_matrix_once():
 
 
 def test_weights_start_at_zero():
-    fold = CedFold(CedMaps(2, (3,), 24, 8))
+    fold = CedFold(CedMaps(2, (3,), 24, 2, 4))
     assert all(not parameter.any() for parameter in fold.parameters())

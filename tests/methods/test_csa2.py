@@ -7,7 +7,9 @@ import torch
 
 from kvfold.methods import CedMaps, Csa2Fold, Source
 
-WIDTH = 8
+KV_HEADS, HEAD_DIM = 2, 4
+SHAPE = (KV_HEADS, HEAD_DIM)
+WIDTH = KV_HEADS * HEAD_DIM
 
 
 def shaken(fold, seed=0):
@@ -29,7 +31,7 @@ def activations(*layers):
 
 @pytest.mark.parametrize("form", ["joint", "separate"])
 def test_the_source_is_stored_as_it_is_and_readers_are_mapped(form):
-    fold = shaken(Csa2Fold(3, (4, 5), WIDTH, form=form))
+    fold = shaken(Csa2Fold(3, (4, 5), *SHAPE, form=form))
     given = activations(3)
     code = fold.encode(given)
     keys, values = given[Source("keys", 3)], given[Source("values", 3)]
@@ -44,7 +46,7 @@ def test_the_source_is_stored_as_it_is_and_readers_are_mapped(form):
 
 
 def test_separate_readers_do_not_mix_keys_and_values():
-    fold = shaken(Csa2Fold(3, (4,), WIDTH, form="separate"))
+    fold = shaken(Csa2Fold(3, (4,), *SHAPE, form="separate"))
     given = activations(3)
     changed = {**given, Source("values", 3): given[Source("values", 3)] + 1}
     keys, values = fold.decode(4, fold.encode(given))
@@ -56,7 +58,7 @@ def test_separate_readers_do_not_mix_keys_and_values():
 @pytest.mark.parametrize("form", ["joint", "separate"])
 @pytest.mark.parametrize("value_source", [None, 2])
 def test_affine_maps_equal_decoding(form, value_source):
-    fold = shaken(Csa2Fold(3, (4, 5), WIDTH, form=form, value_source=value_source))
+    fold = shaken(Csa2Fold(3, (4, 5), *SHAPE, form=form, value_source=value_source))
     code = torch.randn(2, 5, fold.code_width, generator=torch.Generator().manual_seed(2))
     checked = 0
     for layer in fold.layers:
@@ -72,8 +74,8 @@ def test_affine_maps_equal_decoding(form, value_source):
 
 
 def test_a_residual_map_is_not_affine_and_starts_as_its_linear_base():
-    plain = Csa2Fold(3, (4,), WIDTH)
-    residual = Csa2Fold(3, (4,), WIDTH, residual_hidden=16)
+    plain = Csa2Fold(3, (4,), *SHAPE)
+    residual = Csa2Fold(3, (4,), *SHAPE, residual_hidden=16)
     assert residual.affine_keys(4) is None
     code = torch.randn(2, 5, 2 * WIDTH, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -85,7 +87,7 @@ def test_a_residual_map_is_not_affine_and_starts_as_its_linear_base():
 
 
 def test_a_residual_map_can_learn_from_its_start():
-    fold = Csa2Fold(3, (4,), WIDTH, residual_hidden=16)
+    fold = Csa2Fold(3, (4,), *SHAPE, residual_hidden=16)
     code = torch.randn(2, 5, 2 * WIDTH, generator=torch.Generator().manual_seed(2))
     keys, values = fold.decode(4, code)
     (keys.sum() + values.sum()).backward()
@@ -93,12 +95,12 @@ def test_a_residual_map_can_learn_from_its_start():
 
 
 def test_the_cards_reader_has_its_parameter_count():
-    three = Csa2Fold(19, (23, 27, 31), 1024, form="separate", bias=False, residual_hidden=1536)
+    three = Csa2Fold(19, (23, 27, 31), 4, 256, form="separate", bias=False, residual_hidden=1536)
     assert three.parameter_count() == 3 * 8_388_608
 
 
 def test_a_value_source_of_its_own_serves_both_layers():
-    fold = shaken(Csa2Fold(2, (4,), WIDTH, value_source=3))
+    fold = shaken(Csa2Fold(2, (4,), *SHAPE, value_source=3))
     assert fold.layers == (2, 3, 4)
     assert fold.needs_window
     given = activations(2, 3)
@@ -108,8 +110,8 @@ def test_a_value_source_of_its_own_serves_both_layers():
 
 
 def test_ced_regenerates_what_the_source_stores():
-    maps = CedMaps(2, (3,), 24, WIDTH)
-    fold = shaken(Csa2Fold(3, (4,), WIDTH, ced=maps))
+    maps = CedMaps(2, (3,), 24, *SHAPE)
+    fold = shaken(Csa2Fold(3, (4,), *SHAPE, ced=maps))
     assert fold.inputs == (Source("hidden", 2),)
     assert not fold.needs_window
     given = {Source("hidden", 2): torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(3))}

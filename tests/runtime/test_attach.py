@@ -12,7 +12,7 @@ from torch import nn
 
 from kvfold.anatomy import anatomy, text_decoder
 from kvfold.errors import AttachError, CacheError, PlanError, UnsupportedModelError
-from kvfold.methods import Source, build_methods
+from kvfold.methods import Source, build_pipelines
 from kvfold.plan import Plan
 from kvfold.runtime.attach import attach
 from kvfold.runtime.capture import capture
@@ -28,7 +28,7 @@ class Bare:
 
     def __init__(self, model: Any, depth: Any, **keys: Any) -> None:
         self.plan = Plan.from_dict({"anchors": 2, "window": 4, **keys, "depth": depth})
-        self.methods: nn.ModuleList = build_methods(self.plan, anatomy(model)).to(model.dtype)
+        self.pipelines: nn.ModuleList = build_pipelines(self.plan, anatomy(model)).to(model.dtype)
 
     def check_base(self, model: Any) -> None:
         """Any will do."""

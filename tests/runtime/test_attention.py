@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kvfold.anatomy import anatomy, attention_module, rotary, text_decoder
-from kvfold.methods import DepthMethod, Source, build_methods
+from kvfold.methods import Pipeline, Source, build_pipelines
 from kvfold.plan import Plan
 from kvfold.runtime.attach import attach
 from kvfold.runtime.layer import FoldedAttention, Rotation
@@ -23,9 +23,9 @@ class RandomWeights:
     def __init__(self, model: Any, layer: int, **keys: Any) -> None:
         depth = [{"method": "latent", "layers": [layer], "rank": 24}]
         self.plan = Plan.from_dict({**keys, "depth": depth})
-        self.methods: nn.ModuleList = build_methods(self.plan, anatomy(model))
+        self.pipelines: nn.ModuleList = build_pipelines(self.plan, anatomy(model))
         generator = torch.Generator().manual_seed(5)
-        for parameter in self.methods.parameters():
+        for parameter in self.pipelines.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) / 6
 
     def check_base(self, model: Any) -> None:
@@ -71,9 +71,9 @@ def test_folded_attention_equals_the_reference(
 
 def _reference(model: Any, layer: int, addon: Any, hidden: torch.Tensor) -> torch.Tensor:
     shape = anatomy(model)
-    method: DepthMethod = addon.methods[0]
+    pipeline: Pipeline = addon.pipelines[0]
     module = attention_module(model, layer)
-    fold = FoldedAttention(layer, module, shape.family, shape.layers[layer], method, "expanded")
+    fold = FoldedAttention(layer, module, shape.family, shape.layers[layer], pipeline, "expanded")
     with torch.no_grad():
         made = shape.family.project(module, hidden)
         positions = torch.arange(hidden.shape[1])[None]
@@ -82,7 +82,7 @@ def _reference(model: Any, layer: int, addon: Any, hidden: torch.Tensor) -> torc
             Source("keys", layer): made.keys.transpose(1, 2).flatten(2),
             Source("values", layer): made.values.transpose(1, 2).flatten(2),
         }
-        slots = fold.unfold(method.encode(flat)[:, None], rotation)
+        slots = fold.unfold(pipeline.depth.encode(flat)[:, None], rotation)
         output = reference_attention(
             fold.finish_queries(made.queries, rotation),
             fold.finish_keys(made.keys, rotation),

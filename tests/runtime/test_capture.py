@@ -8,13 +8,15 @@ import torch
 from kvfold.anatomy import anatomy, attention_module, text_decoder
 from kvfold.errors import FitError
 from kvfold.methods import Source
-from kvfold.runtime.capture import capture, capture_all
+from kvfold.runtime.capture import capture
 
 IDS = torch.arange(24).reshape(2, 12) % 90 + 3
 
 
 def _all_sources(shape):
-    kinds = [Source(kind, n) for n in shape.foldable_layers for kind in ("keys", "values")]
+    kinds = [
+        Source(kind, n) for n in shape.foldable_layers for kind in ("inputs", "keys", "values")
+    ]
     return {*kinds, *(Source("hidden", n) for n in range(shape.num_layers + 1))}
 
 
@@ -27,20 +29,20 @@ def _hook_count(model):
 def test_captured_activations_are_those_of_a_whole_forward(tiny_model, family):
     model = tiny_model(family)
     shape = anatomy(model)
-    got = capture_all(model, shape, _all_sources(shape), shape.foldable_layers, IDS)
+    got = capture(model, shape, _all_sources(shape), IDS)
     with torch.no_grad():
         states = model(IDS, output_hidden_states=True, use_cache=False).hidden_states
         for index in range(shape.num_layers):
-            torch.testing.assert_close(got.activations[Source("hidden", index)], states[index])
+            torch.testing.assert_close(got[Source("hidden", index)], states[index])
         norm = text_decoder(model).norm
-        last = got.activations[Source("hidden", shape.num_layers)]
+        last = got[Source("hidden", shape.num_layers)]
         torch.testing.assert_close(norm(last), states[-1])
         for layer in shape.foldable_layers:
-            hidden = got.attention_inputs[layer]
+            hidden = got[Source("inputs", layer)]
             made = shape.family.project(attention_module(model, layer), hidden)
             for kind, heads in (("keys", made.keys), ("values", made.values)):
                 flat = heads.transpose(1, 2).flatten(2)
-                torch.testing.assert_close(got.activations[Source(kind, layer)], flat)
+                torch.testing.assert_close(got[Source(kind, layer)], flat)
 
 
 def test_hooks_are_gone_afterwards(tiny_model, family):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvfold.anatomy import anatomy, text_decoder
-from kvfold.methods import build_methods
+from kvfold.methods import build_pipelines
 from kvfold.plan import Plan
 from kvfold.runtime.attach import attach
 
@@ -39,7 +39,7 @@ class Untrained:
         layers = list(anatomy(model).foldable_layers)
         depth = [{"method": "latent", "layers": layers, "rank": 8}]
         self.plan = Plan.from_dict({"window": 64, "resident": reading, "depth": depth})
-        self.methods: nn.ModuleList = build_methods(self.plan, anatomy(model))
+        self.pipelines: nn.ModuleList = build_pipelines(self.plan, anatomy(model))
 
     def check_base(self, model: Any) -> None:
         """Any."""

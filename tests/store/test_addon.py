@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.anatomy import anatomy
 from kvfold.errors import AddOnError
-from kvfold.methods import build_methods
+from kvfold.methods import build_pipelines
 from kvfold.plan import Plan
 from kvfold.store import addon as addon_module
 from kvfold.store.addon import DESCRIPTION_FILE, WEIGHTS_FILE, AddOn
@@ -33,19 +33,19 @@ PLAN = Plan.from_dict(
 
 
 def _addon(model, plan=PLAN, seed=0):
-    methods = build_methods(plan, anatomy(model))
+    pipelines = build_pipelines(plan, anatomy(model))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in methods.parameters():
+        for parameter in pipelines.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return AddOn(plan, methods.to(model.dtype), Fingerprint.of(model), {"fit": {"tokens": 3}})
+    return AddOn(plan, pipelines.to(model.dtype), Fingerprint.of(model), {"fit": {"tokens": 3}})
 
 
 def _assert_same(first, second):
     assert first.plan == second.plan
     assert first.base == second.base
     assert first.report == second.report
-    ours, theirs = first.methods.state_dict(), second.methods.state_dict()
+    ours, theirs = first.pipelines.state_dict(), second.pipelines.state_dict()
     assert list(ours) == list(theirs)
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]) and tensor.dtype == theirs[name].dtype
@@ -107,14 +107,14 @@ def test_maps_that_entries_share_are_stored_once_and_stay_shared(model, tmp_path
     made.save_pretrained(tmp_path / "addon")
     loaded = AddOn.from_pretrained(tmp_path / "addon")
     _assert_same(made, loaded)
-    assert loaded.methods[0].ced is loaded.methods[1].ced
+    assert loaded.pipelines[0].depth.ced is loaded.pipelines[1].depth.ced
     assert loaded.parameter_bytes() == made.parameter_bytes()
 
 
 def test_dtype_can_be_chosen_at_loading(folder):
     loaded = AddOn.from_pretrained(folder, dtype=torch.float16)
-    assert {p.dtype for p in loaded.methods.parameters()} == {torch.float16}
-    assert not any(p.requires_grad for p in loaded.methods.parameters())
+    assert {p.dtype for p in loaded.pipelines.parameters()} == {torch.float16}
+    assert not any(p.requires_grad for p in loaded.pipelines.parameters())
 
 
 def test_parameter_bytes_are_those_of_the_weights(model, folder):
@@ -129,7 +129,7 @@ def test_untrained_addon_has_the_models_dtype_and_zero_weights(tiny_model):
     model = tiny_model("qwen2", dtype=torch.float64)
     addon = AddOn.untrained(model, PLAN)
     addon.check_base(model)
-    assert {p.dtype for p in addon.methods.parameters()} == {torch.float64}
+    assert {p.dtype for p in addon.pipelines.parameters()} == {torch.float64}
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -215,15 +215,15 @@ def _replace_weights(folder, weights):
 def test_names_and_shapes_that_differ_are_listed(folder):
     weights = load_file(folder / WEIGHTS_FILE)
     weights["stranger"] = torch.zeros(2)
-    weights.pop("0.encoder.weight")
-    weights["0.keys.1.bias"] = torch.zeros(3)
+    weights.pop("0.depth.encoder.weight")
+    weights["0.depth.keys.1.bias"] = torch.zeros(3)
     _replace_weights(folder, weights)
     with pytest.raises(AddOnError) as caught:
         AddOn.from_pretrained(folder)
     message = str(caught.value)
-    assert "missing: 0.encoder.weight [6, 128]" in message
+    assert "missing: 0.depth.encoder.weight [6, 128]" in message
     assert "not expected: stranger [2]" in message
-    assert "0.keys.1.bias [3] instead of [32]" in message
+    assert "0.depth.keys.1.bias [3] instead of [32]" in message
 
 
 def test_integers_for_weights_are_refused(folder):

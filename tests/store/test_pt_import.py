@@ -121,7 +121,7 @@ ADAPTER_LAYOUTS = {
 @pytest.mark.parametrize("layout", PROJECTOR_LAYOUTS.values(), ids=PROJECTOR_LAYOUTS)
 def test_projector_is_read_in_several_layouts(shape, tmp_path, layout):
     path = _save(layout(_projector()), tmp_path / "projector.pt")
-    maps = import_card(path, None, PLAN, shape)[0].ced
+    maps = import_card(path, None, PLAN, shape)[0].depth.ced
     assert torch.equal(maps.keys["3"].base.weight, _projector()["k"])
     assert torch.equal(maps.values["3"].base.weight, _projector()["v"])
 
@@ -129,7 +129,7 @@ def test_projector_is_read_in_several_layouts(shape, tmp_path, layout):
 @pytest.mark.parametrize("layout", ADAPTER_LAYOUTS.values(), ids=ADAPTER_LAYOUTS)
 def test_adapters_are_read_in_several_layouts(shape, tmp_path, layout):
     path = _save(layout(_adapters()), tmp_path / "adapters.pt")
-    method = import_card(None, path, PLAN, shape)[0]
+    method = import_card(None, path, PLAN, shape)[0].depth
     for (layer, role), parts in _adapters().items():
         chosen = (method.keys if role == "k" else method.values)[str(layer)]
         assert torch.equal(chosen.base.weight, parts["base"])

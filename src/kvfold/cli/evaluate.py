@@ -19,13 +19,15 @@ from kvfold.cli.options import (
     load_addons,
     load_model,
     parse_lengths,
+    say_plans,
     text_windows,
 )
 
 HELP = (
     "Measure add-ons against the plain model on the same text.\n\n"
     "Shows perplexity, divergence from the plain model, how much of the history's worth is "
-    "kept, bytes and speed. The first row is always `no compression`.\n\n"
+    "kept, bytes (stored and in memory, in bits a value, and part by part at each length) and "
+    "speed. The first row is always `no compression`.\n\n"
     "Example: kvfold evaluate smollm2-135m --addon my-addon --data test.txt --windows 8 "
     "--window 512"
 )
@@ -92,6 +94,7 @@ def evaluate_command(
         name: with_plan(found, window=keep_window, anchors=anchors, resident=resident)
         for name, found in load_addons(addon, loaded).items()
     }
+    say_plans(screen, loaded, candidates)
     tokens = text_windows(data, tokenizer, window=window, windows=windows)
     with screen.status("measuring") as status:
         made = evaluate(
@@ -129,6 +132,7 @@ def show(
 ) -> None:
     """Print the tables and write the files that were asked for."""
     from kvfold.evaluation.report import (
+        component_table,
         memory_table,
         quality_table,
         report_data,
@@ -138,6 +142,7 @@ def show(
 
     screen.print(quality_table(made))
     screen.print(memory_table(made))
+    screen.print(component_table(made))
     if json_file is not None:
         write_json(json_file, report_data(made, config))
         screen.print(f"Figures: {json_file}", highlight=False)

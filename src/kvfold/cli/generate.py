@@ -21,6 +21,7 @@ from kvfold.cli.options import (
     console,
     load_addons,
     load_model,
+    say_plans,
 )
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def generate_command(
     }
     ids = encode_prompt(tokenizer, text, raw=raw)
     screen = console()
+    say_plans(screen, loaded, addons)
     with screen.status("generating"):
         answers = answer_all(
             loaded, tokenizer, addons, ids,

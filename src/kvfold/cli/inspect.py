@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kvfold.cli.fit import read_plan
-from kvfold.cli.options import ModelArgument, console
+from kvfold.cli.options import (
+    BytesPerTokenOption,
+    ModelArgument,
+    PlanOption,
+    TimesSmallerOption,
+    budget_plan,
+    console,
+    only_one,
+    read_plan,
+)
 from kvfold.errors import PlanError
 
 if TYPE_CHECKING:
@@ -39,25 +47,30 @@ def register(app: typer.Typer) -> None:
 def inspect_model(
     model: ModelArgument = "smollm2-135m",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    plan: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A plan of your own (YAML or JSON), as one more row."),
-    ] = None,
+    plan: PlanOption = None,
+    times_smaller: TimesSmallerOption = None,
+    bytes_per_token: BytesPerTokenOption = None,
 ) -> None:
     """Show a model's layers, its cache in bytes, and what each preset would save.
 
-    Reads the model's configuration only, never its weights.
+    Reads the model's configuration only, never its weights. A plan of your own (--plan), or the
+    best plan for a budget (--times-smaller, --bytes-per-token), is one more row.
 
-    Example: kvfold inspect Qwen/Qwen3.5-4B
+    Example: kvfold inspect Qwen/Qwen3.5-4B --times-smaller 12
     """
     from kvfold.anatomy import anatomy
     from kvfold.models import load_config
 
+    only_one(times_smaller=times_smaller, bytes_per_token=bytes_per_token)
     described = anatomy(load_config(model))
     own_plan = None if plan is None else read_plan(plan)
     if own_plan is not None:
         own_plan.check(described)
-    report = build_report(model, described, own_plan)
+    own = {
+        "your plan": own_plan,
+        "your budget": budget_plan(described, times_smaller, bytes_per_token),
+    }
+    report = build_report(model, described, own)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return
@@ -66,10 +79,16 @@ def inspect_model(
     screen.print(_layer_table(described))
     screen.print(_cache_lines(report))
     screen.print(_saving_table(report))
+    screen.print(_description_table(report))
 
 
-def build_report(model: str, described: Anatomy, own_plan: Plan | None = None) -> dict[str, Any]:
-    """Everything that `inspect` shows, as plain data; bytes are for a 16-bit cache of one row."""
+def build_report(
+    model: str, described: Anatomy, own: Mapping[str, Plan | None] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Everything that `inspect` shows, as plain data; bytes are for a 16-bit cache of one row.
+
+    own: plans beside the presets, by the name of their row; None for no row.
+    """
     from kvfold.presets import PRESETS, preset
     from kvfold.runtime.ledger import plain_bytes
 
@@ -80,8 +99,9 @@ def build_report(model: str, described: Anatomy, own_plan: Plan | None = None) -
             plans[name] = _saving(preset(name, described), described, plain)
         except PlanError as error:
             plans[name] = {"unavailable": str(error)}
-    if own_plan is not None:
-        plans["your plan"] = _saving(own_plan, described, plain)
+    for name, plan in own.items():
+        if plan is not None:
+            plans[name] = _saving(plan, described, plain)
     return {
         "model": model,
         "family": described.family.name,
@@ -100,9 +120,10 @@ def build_report(model: str, described: Anatomy, own_plan: Plan | None = None) -
 
 def _saving(plan: Plan, described: Anatomy, plain: dict[int, int]) -> dict[str, Any]:
     """Bytes and times smaller as attached by default (`auto`) and with codes only (`shared`)."""
+    from kvfold.describe import describe
     from kvfold.runtime.ledger import predict_bytes
 
-    saving: dict[str, Any] = {"plan": plan.to_dict()}
+    saving: dict[str, Any] = {"plan": plan.to_dict(), "description": describe(plan, described)}
     for resident in RESIDENCES:
         held = plan.replace(resident=resident)
         sizes = {tokens: predict_bytes(held, described, tokens).total for tokens in plain}
@@ -199,8 +220,30 @@ def _saving_table(report: dict[str, Any]) -> Table:
         if "unavailable" in saving:
             table.add_row(name, "does not fit this model", *[""] * len(LENGTHS))
             continue
+        cells = {
+            resident: tuple(
+                f"{readable_bytes(saving[resident]['bytes'][str(n)])}  "
+                f"{saving[resident]['times_smaller'][str(n)]:.2f}x"
+                for n in LENGTHS
+            )
+            for resident in RESIDENCES
+        }
+        if len(set(cells.values())) == 1:
+            table.add_row(name, ", ".join(RESIDENCES), *cells[RESIDENCES[0]])
+            continue
         for row, resident in enumerate(RESIDENCES):
-            sizes, times = saving[resident]["bytes"], saving[resident]["times_smaller"]
-            cells = (f"{readable_bytes(sizes[str(n)])}  {times[str(n)]:.2f}x" for n in LENGTHS)
-            table.add_row("" if row else name, resident, *cells)
+            table.add_row("" if row else name, resident, *cells[resident])
+    return table
+
+
+def _description_table(report: dict[str, Any]) -> Table:
+    table = Table(
+        title="What each folds; bytes of one token of history, as stored (16-bit)",
+        title_justify="left",
+        box=None,
+        show_header=False,
+        padding=(0, 1),
+    )
+    for name, saving in report["plans"].items():
+        table.add_row(name, saving.get("description") or saving["unavailable"])
     return table

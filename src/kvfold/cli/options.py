@@ -6,7 +6,7 @@ Heavy imports stay inside functions, so that `kvfold --help` is quick.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,6 +16,9 @@ from rich.console import Console
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvfold.anatomy import Anatomy
+    from kvfold.plan import Plan
+    from kvfold.runtime.attach import AddOnLike
     from kvfold.store.addon import AddOn
 
 WIDTH = 100
@@ -46,12 +49,69 @@ ResidentOption = Annotated[
     Literal["auto", "expanded", "shared", "absorbed"] | None,
     typer.Option(help="How regenerated keys and values are held, instead of the add-on's way."),
 ]
+PlanOption = Annotated[
+    Path | None, typer.Option("--plan", metavar="FILE", help="A plan of your own, YAML or JSON.")
+]
+TimesSmallerOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="N", help="The best plan whose history takes at least N times fewer bytes a token."
+    ),
+]
+BytesPerTokenOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="N", help="The best plan whose history takes at most N bytes a token (16-bit)."
+    ),
+]
 
 
 def console() -> Console:
     """The terminal for results: at most 100 columns, and 100 where there is no terminal."""
     found = Console()
     return Console(width=min(found.width, WIDTH) if found.is_terminal else WIDTH)
+
+
+def only_one(**options: Any) -> None:
+    """Raise `typer.BadParameter` if more than one of these options was given."""
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        names = [f"--{name.replace('_', '-')}" for name in options]
+        raise typer.BadParameter(
+            f"give only one of {', '.join(names[:-1])} and {names[-1]}; got {', '.join(given)}"
+        )
+
+
+def read_plan(path: Path) -> Plan:
+    """A plan from a YAML or JSON file; raises `PlanError` or `typer.BadParameter`."""
+    from kvfold.plan import Plan
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"can't read the plan {path}: {error}") from None
+    return Plan.from_yaml(text)
+
+
+def budget_plan(
+    anatomy: Anatomy, times_smaller: float | None, bytes_per_token: float | None
+) -> Plan | None:
+    """The plan for the budget that was given, None for none; raises `PlanError`."""
+    from kvfold.plan import Plan
+
+    if times_smaller is None and bytes_per_token is None:
+        return None
+    return Plan.for_budget(anatomy, times_smaller=times_smaller, bytes_per_token=bytes_per_token)
+
+
+def say_plans(screen: Console, model: Any, addons: Mapping[str, AddOnLike]) -> None:
+    """Print in words what each add-on does, and what its history costs."""
+    from kvfold.anatomy import anatomy
+    from kvfold.describe import describe
+
+    for name, addon in addons.items():
+        words = describe(addon.plan, anatomy(model))
+        screen.print(f"{name}: {words}", style="dim", highlight=False, markup=False)
 
 
 def load_model(name: str, dtype: str | None, device: str | None) -> tuple[Any, Any]:

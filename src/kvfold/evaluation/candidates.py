@@ -17,10 +17,10 @@ from kvfold.runtime.attach import AddOnLike
 
 @dataclass
 class Candidate:
-    """Methods under a plan; the base model is checked by the add-on that they come from."""
+    """Pipelines under a plan; the base model is checked by the add-on that they come from."""
 
     plan: Plan
-    methods: nn.ModuleList
+    pipelines: nn.ModuleList
     origin: AddOnLike
 
     def check_base(self, model: Any) -> None:
@@ -41,4 +41,4 @@ def with_plan(addon: AddOnLike, **changes: Any) -> AddOnLike:
     chosen = {key: value for key, value in changes.items() if value is not None}
     if not chosen:
         return addon
-    return Candidate(addon.plan.replace(**chosen), addon.methods, addon)
+    return Candidate(addon.plan.replace(**chosen), addon.pipelines, addon)

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from kvfold.errors import ReportError
 from kvfold.evaluation.environment import environment
-from kvfold.evaluation.memory import Memory
 from kvfold.evaluation.plot import Point, quality_plot
 from kvfold.evaluation.runner import Evaluation, Result
+from kvfold.runtime.ledger import COMPONENTS
 
 PLOT_FORMATS = ("png", "svg", "pdf")
 
@@ -74,15 +74,24 @@ def _rate(tokens_per_second: float) -> str:
 
 
 def memory_table(evaluation: Evaluation) -> Table:
-    """Bytes by component for every candidate and length, in bfloat16."""
+    """Bytes stored and in memory for every candidate and length, in bfloat16."""
     table = _table(
         caption="bytes of one row in bfloat16; stored: what has to be kept or written down; in "
-        "memory: what is resident while it runs; parts of under 1% are left out"
+        "memory: what is resident while it runs; bits a value: of the attention cache, for each "
+        "key or value that the plain cache holds; add-on: its weights, in no other column"
     )
     table.add_column("", overflow="fold", min_width=14, max_width=22)
-    for heading in ("tokens", "stored", "smaller", "in memory", "smaller"):
+    for heading in (
+        "tokens",
+        "stored",
+        "smaller",
+        "bits a\nvalue",
+        "in memory",
+        "smaller",
+        "bits a\nvalue",
+        "add-on",
+    ):
         table.add_column(heading, justify="right")
-    table.add_column("stored parts", overflow="fold")
     for result in evaluation.results:
         for index, memory in enumerate(result.memory):
             table.add_row(
@@ -90,26 +99,55 @@ def memory_table(evaluation: Evaluation) -> Table:
                 f"{memory.tokens:,}",
                 readable_bytes(memory.stored_bytes),
                 f"{memory.times_smaller:.2f}x",
+                f"{memory.bits_per_value:.2f}",
                 readable_bytes(memory.resident_bytes),
                 f"{memory.resident_times_smaller:.2f}x",
-                _parts(memory),
+                f"{memory.resident_bits_per_value:.2f}",
+                readable_bytes(memory.addon_bytes) if index == 0 and memory.addon_bytes else "",
                 end_section=index == len(result.memory) - 1,
             )
     return table
 
 
-def _parts(memory: Memory) -> str:
-    parts = sorted(memory.components.items(), key=lambda part: -part[1])
-    shown = [part for part in parts if part[1] >= 0.01 * memory.stored_bytes]
-    return ", ".join(
-        f"{name} {readable_bytes(count)}".replace(" ", "\u00a0") for name, count in shown
+def component_table(evaluation: Evaluation) -> Table:
+    """Stored bytes part by part; parts that no candidate has are left out."""
+    table = _table(
+        caption="stored bytes of one row in bfloat16 (k, M, G: 1,000 each); anchors and window: "
+        "exact tokens; slots, scales: folded history; pending: slots of tokens in the window, "
+        "tokens of an unfinished group; plain: layers that are not folded; recurrent: states of "
+        "linear attention; kept: of the plain cache's bytes",
+        padding=0,
     )
+    memories = [memory for result in evaluation.results for memory in result.memory]
+    parts = [name for name in COMPONENTS if any(m.components.get(name) for m in memories)]
+    table.add_column("", overflow="fold", min_width=11, max_width=22)
+    headings = ["recur-\nrent" if name == "recurrent" else name for name in parts]
+    for heading in ("tokens", *headings, "total", "smaller", "bits a\nvalue", "kept"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in evaluation.results:
+        for index, memory in enumerate(result.memory):
+            table.add_row(
+                result.name if index == 0 else "",
+                f"{memory.tokens:,}",
+                *(_short_bytes(memory.components.get(name, 0)) for name in parts),
+                _short_bytes(memory.stored_bytes),
+                f"{memory.times_smaller:.2f}x",
+                f"{memory.bits_per_value:.2f}",
+                f"{100 * memory.kept_fraction:.1f}%",
+                end_section=index == len(result.memory) - 1,
+            )
+    return table
 
 
-def _table(caption: str) -> Table:
+def _short_bytes(count: int) -> str:
+    """`readable_bytes` in at most five characters, as `94.4M`; a dash for nothing."""
+    return readable_bytes(count).removesuffix("B").replace(" ", "") if count else "-"
+
+
+def _table(caption: str, *, padding: int = 1) -> Table:
     return Table(
         box=box.SIMPLE_HEAD,
-        padding=(0, 1),
+        padding=(0, padding),
         collapse_padding=True,
         pad_edge=False,
         caption=caption,

@@ -75,12 +75,11 @@ class Evaluation:
     dtype: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, with the derived `times_smaller` of every memory entry."""
+        """Plain data for JSON, with what follows from every memory entry's bytes."""
         data = asdict(self)
         for made, result in zip(data["results"], self.results, strict=True):
             for entry, memory in zip(made["memory"], result.memory, strict=True):
-                entry["times_smaller"] = memory.times_smaller
-                entry["resident_times_smaller"] = memory.resident_times_smaller
+                entry.update(memory.derived())
         return data
 
 

@@ -1,4 +1,4 @@
-"""The closed-form fit of an add-on: one pass over the text per stage.
+"""The fit of an add-on: closed form for maps, one pass over the text per stage, then the gates.
 
 Every batch runs through the frozen model once, up to the last activation that is needed, and
 goes into sums whose size does not depend on the text; then the weights follow by linear algebra.
@@ -11,38 +11,33 @@ from a code, and a first token's keys and values (an attention sink) are far fro
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID
 from torch import Tensor, nn
 
 from kvfold.anatomy import Anatomy, anatomy, text_decoder
 from kvfold.errors import CorpusError, FitError
+from kvfold.fitting.bar import progress_bar
 from kvfold.fitting.checkpoint import job_digest, load_checkpoint, save_checkpoint
 from kvfold.fitting.dispersion import DEFAULT_STRENGTH
+from kvfold.fitting.frozen import frozen
+from kvfold.fitting.gates import GateSettings, GateTrainer, train_gates, trainable
 from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.report import report_fit
 from kvfold.fitting.ridge import DEFAULT_RIDGE
 from kvfold.fitting.tasks import Task, stages, tasks_of_stage
-from kvfold.methods import Activations, DepthMethod, Source, build_methods
+from kvfold.methods import Activations, Source, build_pipelines, depth_methods
 from kvfold.plan import Plan
 from kvfold.runtime.capture import capture
 from kvfold.store.addon import AddOn
 from kvfold.store.fingerprint import Fingerprint
 
+GATES_STAGE = 2**20
+"""The stage of a checkpoint that was written while gates were trained: behind all others."""
 TOKENS_PER_BATCH = 1024
 """Enough rows for matrix products to run at full speed on a CPU, few enough to stay small."""
 
@@ -55,45 +50,53 @@ def fit(
     *,
     ridge: float = DEFAULT_RIDGE,
     key_dispersion: float = DEFAULT_STRENGTH,
+    gates: GateSettings | None = None,
     batch: int | None = None,
     checkpoint: Path | None = None,
     checkpoint_every: int = 8,
     progress: bool = True,
 ) -> AddOn:
-    """Fit a plan's maps and codes to a frozen model, in closed form.
+    """Fit a plan to a frozen model: maps and codes in closed form, then pooling gates by training.
 
     tokens: (windows, seq) ids without padding. held_out: likewise; if given, the add-on's report
     has R^2 and attention-output cosine on them. ridge: see `kvfold.fitting.ridge`.
-    key_dispersion: see `kvfold.fitting.dispersion`; 0 for plain least squares. batch: windows
-    in one forward. checkpoint: a file to go on from and to write every `checkpoint_every`
-    batches; it is deleted at the end. The model is left as it was; the add-on has its dtype and
-    device.
+    key_dispersion: see `kvfold.fitting.dispersion`; 0 for plain least squares. gates: how pooling
+    gates are trained, see `kvfold.fitting.gates`; they want windows of 1,024 tokens or more.
+    batch: windows in one forward. checkpoint: a file to go on from and to write every
+    `checkpoint_every` batches; it is deleted at the end. The model is left as it was; the add-on
+    has its dtype and device.
 
     Raises `PlanError` if the plan does not fit the model, `CorpusError` for too little text,
     `FitError` for non-finite activations, degenerate features or a foreign checkpoint.
     """
     shape = anatomy(model)
-    methods = build_methods(plan, shape)
+    pipelines = build_pipelines(plan, shape)
     fingerprint = Fingerprint.of(model)
     decoder = text_decoder(model)
     first = next(decoder.parameters())
-    methods.to(first.device, torch.float64 if first.dtype == torch.float64 else torch.float32)
+    pipelines.to(first.device, torch.float64 if first.dtype == torch.float64 else torch.float32)
     _check_arguments(tokens, held_out, shape, ridge, batch)
     batch = batch or max(1, TOKENS_PER_BATCH // max(1, tokens.shape[-1] if tokens.ndim else 1))
-    job = _Job(model, shape, plan, methods, tokens, ridge, key_dispersion, batch)
+    gates = gates or GateSettings()
+    job = _Job(model, shape, plan, pipelines, tokens, ridge, key_dispersion, gates, batch)
     if checkpoint is not None:
         checkpoint = Path(checkpoint)
         job.checkpoint, job.checkpoint_every = checkpoint, checkpoint_every
-        settings = (plan.to_json(), fingerprint.to_json(), f"{ridge!r} {key_dispersion!r} {batch}")
+        settings = (
+            plan.to_json(),
+            fingerprint.to_json(),
+            f"{ridge!r} {key_dispersion!r} {gates} {batch}",
+        )
         job.digest = job_digest(*settings, tokens=tokens)
-    with _frozen(model), _bar(progress) as bar:
+    with frozen(model), progress_bar(progress) as bar:
         report: dict[str, Any] = {"fit": job.run(bar)}
+        report.update(job.train(bar))
         if held_out is not None and len(held_out):
-            report.update(report_fit(model, plan, methods, held_out, batch=batch))
+            report.update(report_fit(model, plan, pipelines, held_out, batch=batch))
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
-    methods.to(first.dtype).requires_grad_(False)
-    return AddOn(plan, methods, fingerprint, report)
+    pipelines.to(first.dtype).requires_grad_(False)
+    return AddOn(plan, pipelines, fingerprint, report)
 
 
 @dataclass
@@ -103,10 +106,11 @@ class _Job:
     model: Any
     shape: Anatomy
     plan: Plan
-    methods: nn.ModuleList
+    pipelines: nn.ModuleList
     tokens: Tensor
     ridge: float
     key_dispersion: float
+    gates: GateSettings
     batch: int
     checkpoint: Path | None = None
     checkpoint_every: int = 0
@@ -117,11 +121,11 @@ class _Job:
         device = next(text_decoder(self.model).parameters()).device
         streaming = solving = 0.0
         windows = 0
-        members: list[DepthMethod] = list(self.methods)  # type: ignore[arg-type]
+        members = list(depth_methods(self.pipelines))
         order = stages(members)
         saved = load_checkpoint(self.checkpoint, self.digest) if self.checkpoint else None
         if saved is not None:
-            self.methods.load_state_dict(saved["methods"])
+            self.pipelines.load_state_dict(saved["pipelines"])
         for number, stage in enumerate(order):
             if saved is not None and stage < saved["stage"]:
                 continue
@@ -154,13 +158,37 @@ class _Job:
             "solve_seconds": round(solving, 3),
         }
 
+    def train(self, bar: tuple[Progress, TaskID]) -> dict[str, Any]:
+        """The gates of the sequence axis; returns what the report says about them."""
+        if not trainable(self.pipelines):
+            return {}
+        _check_windows(self.tokens)
+        seq, settings = self.tokens.shape[1], self.gates
+        trainer = GateTrainer(self.model, self.shape, self.plan, self.pipelines, seq, settings)
+        saved = load_checkpoint(self.checkpoint, self.digest) if self.checkpoint else None
+        if saved is not None and "gates" in saved:
+            self.pipelines.load_state_dict(saved["pipelines"])
+            trainer.load_state_dict(saved["gates"])
+        shown = bar[0].add_task("gates", total=settings.steps, completed=trainer.done, rate="")
+
+        def after_step() -> None:
+            error = sum(trainer.losses[-1].values()) / len(trainer.folds)
+            bar[0].update(shown, completed=trainer.done, rate=f"error {error:.3f}")
+            if self.checkpoint is not None and trainer.done % self.checkpoint_every == 0:
+                self._save(GATES_STAGE, 0, [], gates=trainer.state_dict())
+
+        started = time.perf_counter()
+        train_gates(self.model, self.shape, [trainer], self.tokens, after_step)
+        seconds = round(time.perf_counter() - started, 3)
+        return {"gates": {**trainer.report(), "seconds": seconds}}
+
     def _pass(self, tasks: list[Task], stage: int, begin: int, bar: tuple[Progress, TaskID]) -> int:
         """One stage's pass over the text from window `begin`; returns the windows it took."""
         sources = frozenset[Source]().union(*(task.sources for task in tasks))
         started = time.perf_counter()
         for count, start in enumerate(range(begin, len(self.tokens), self.batch)):
             if count and self.checkpoint is not None and count % self.checkpoint_every == 0:
-                self._save(tasks, stage, start)
+                self._save(stage, start, tasks)
             ids = self.tokens[start : start + self.batch]
             activations = self._activations(sources, ids)
             for task in tasks:
@@ -176,15 +204,15 @@ class _Job:
         skip = self.plan.anchors
         return {source: exact_dtype(x[:, skip:]) for source, x in captured.items()}
 
-    def _save(self, tasks: list[Task], stage: int, next_window: int) -> None:
+    def _save(self, stage: int, next_window: int, tasks: list[Task], **more: Any) -> None:
         assert self.checkpoint is not None
         state = {
             "stage": stage,
             "next_window": next_window,
-            "methods": self.methods.state_dict(),
+            "pipelines": self.pipelines.state_dict(),
             "tasks": [task.state_dict() for task in tasks],
         }
-        save_checkpoint(self.checkpoint, self.digest, state)
+        save_checkpoint(self.checkpoint, self.digest, {**state, **more})
 
 
 def _check_arguments(
@@ -210,12 +238,16 @@ def _check_arguments(
         )
 
 
-def _check_enough(tokens: Tensor, anchors: int, tasks: list[Task]) -> None:
+def _check_windows(tokens: Tensor) -> None:
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise CorpusError(
             "a fit needs token windows of shape (windows, seq) with at least one token; got "
             f"{tuple(tokens.shape)}; give it a longer text"
         )
+
+
+def _check_enough(tokens: Tensor, anchors: int, tasks: list[Task]) -> None:
+    _check_windows(tokens)
     rows = tokens.shape[0] * max(0, tokens.shape[1] - anchors)
     needed = max(task.unknowns for task in tasks)
     if rows < needed:
@@ -224,30 +256,3 @@ def _check_enough(tokens: Tensor, anchors: int, tasks: list[Task]) -> None:
             f"{anchors} anchors of each window; got {rows} in {tokens.shape[0]} windows of "
             f"{tokens.shape[1]}; give it a longer text"
         )
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module's own mode comes back at the end."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
-def _bar(shown: bool) -> Iterator[tuple[Progress, TaskID]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("windows"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        yield progress, progress.add_task("fit", total=None, rate="", visible=False)

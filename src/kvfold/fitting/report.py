@@ -15,15 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvfold.anatomy import Anatomy, anatomy, attention_module, rotary
+from kvfold.anatomy import Anatomy, anatomy, attention_module
+from kvfold.fitting.attention_output import (
+    LayerAttention,
+    attention_sources,
+    first_with_history,
+    whole_slots,
+)
 from kvfold.fitting.gram import Moments, exact_dtype
 from kvfold.fitting.tasks import target_of
-from kvfold.methods import Activations, DepthMethod, Source
+from kvfold.methods import Activations, Pipeline, Source
 from kvfold.plan import Plan
-from kvfold.runtime.capture import capture_all
-from kvfold.runtime.layer import FoldedAttention, Rotation
-from kvfold.runtime.reference import reference_attention
-from kvfold.runtime.schedule import Schedule
+from kvfold.runtime.capture import capture
+from kvfold.runtime.layer import FoldedAttention
 
 
 class _Explained:
@@ -52,48 +56,53 @@ class _LayerReport:
         self.fold = fold
         self.keys = _Explained(fold.anatomy.kv_width, device)
         self.values = _Explained(fold.anatomy.kv_width, device)
-        self.cosine = 0.0
+        self.cosine = self.error = self.size = 0.0
         self.queries = 0
 
     def to_dict(self) -> dict[str, Any]:
+        mapped = bool(self.fold.method.problems())
         return {
             "method": self.fold.method.name,
-            "keys_r2": round(self.keys.r2, 6),
-            "values_r2": round(self.values.r2, 6),
+            "keys_r2": round(self.keys.r2, 6) if mapped else None,
+            "values_r2": round(self.values.r2, 6) if mapped else None,
             "attention_cosine": round(self.cosine / self.queries, 6) if self.queries else None,
+            "attention_error": round(self.error / self.size, 6) if self.queries else None,
         }
 
 
 @torch.no_grad()
 def report_fit(
-    model: Any, plan: Plan, methods: nn.ModuleList, held_out: Tensor, *, batch: int = 4
+    model: Any, plan: Plan, pipelines: nn.ModuleList, held_out: Tensor, *, batch: int = 4
 ) -> dict[str, Any]:
     """Held-out R^2 of keys and values and attention-output cosine of every fitted layer.
 
-    methods: the plan's, fitted. held_out: (windows, seq) ids without padding. batch: windows in
+    pipelines: the plan's, fitted. held_out: (windows, seq) ids without padding. batch: windows in
     one forward. Returns plain data: `held_out_tokens`, `layers` (by layer number: method,
-    keys_r2, values_r2, attention_cosine) and `mean_attention_cosine`; a cosine is None where no
-    query has a history (windows no longer than anchors and window together).
+    keys_r2, values_r2, attention_cosine, attention_error) and `mean_attention_cosine`. R^2 is that
+    of the depth maps, before any pooling; None where there are none. Cosine and error (squared,
+    relative) are those of the layer's output over the slots; None where no query has a history
+    (windows no longer than anchors and window together).
     """
     shape = anatomy(model)
-    folds = _fitted_layers(model, shape, methods)
+    folds = _fitted_layers(model, shape, pipelines)
     if not folds:
         return {}
     device = next(model.parameters()).device
     reports = {fold.index: _LayerReport(fold, device) for fold in folds}
-    sources = {source for fold in folds for source in fold.method.inputs}
-    sources |= {Source(kind, layer) for layer in reports for kind in ("keys", "values")}
+    sources = attention_sources(tuple(reports))
+    sources |= {source for fold in folds for source in fold.pipeline.inputs}
     for ids in torch.split(held_out, batch):
-        captured = capture_all(model, shape, sources, reports, ids)
-        exact = {source: exact_dtype(x) for source, x in captured.activations.items()}
-        codes: dict[DepthMethod, Tensor] = {}
+        captured = capture(model, shape, sources, ids)
+        exact = {source: exact_dtype(x) for source, x in captured.items()}
+        records: dict[Pipeline, Tensor] = {}
         for layer, report in reports.items():
-            method = report.fold.method
-            if method not in codes:
-                codes[method] = method.encode(exact)
-            decoded = method.decode(layer, codes[method])
+            pipeline = report.fold.pipeline
+            if pipeline not in records:
+                records[pipeline] = pipeline.records(exact)
+            made = records[pipeline]
+            decoded = pipeline.depth.decode(layer, made[..., : pipeline.depth.code_width])
             _add_explained(report, shape, plan.anchors, exact, decoded)
-            _add_cosine(report, model, plan, exact, decoded, captured.attention_inputs[layer])
+            _add_attention(report, model, plan, exact, whole_slots(pipeline, made, plan.anchors))
     layers = {str(layer): reports[layer].to_dict() for layer in sorted(reports)}
     cosines = [r.cosine / r.queries for r in reports.values() if r.queries]
     return {
@@ -103,20 +112,20 @@ def report_fit(
     }
 
 
-def _fitted_layers(model: Any, shape: Anatomy, methods: nn.ModuleList) -> list[FoldedAttention]:
-    members: list[DepthMethod] = list(methods)  # type: ignore[arg-type]
+def _fitted_layers(model: Any, shape: Anatomy, pipelines: nn.ModuleList) -> list[FoldedAttention]:
+    members: list[Pipeline] = list(pipelines)  # type: ignore[arg-type]
     return [
         FoldedAttention(
             index=layer,
             module=attention_module(model, layer),
             family=shape.family,
             anatomy=shape.layers[layer],
-            method=method,
+            pipeline=pipeline,
             reading="expanded",
         )
-        for method in members
-        if method.problems()
-        for layer in method.layers
+        for pipeline in members
+        if any(True for _ in pipeline.parameters())
+        for layer in pipeline.layers
     ]
 
 
@@ -135,62 +144,22 @@ def _add_explained(
         explained.add(target, target_of(shape, source, predicted)[:, anchors:])
 
 
-def _add_cosine(
-    report: _LayerReport,
-    model: Any,
-    plan: Plan,
-    exact: Activations,
-    decoded: tuple[Tensor, Tensor],
-    attention_input: Tensor,
+def _add_attention(
+    report: _LayerReport, model: Any, plan: Plan, exact: Activations, codes: Tensor
 ) -> None:
-    fold, seq = report.fold, attention_input.shape[1]
-    schedule = Schedule(plan.anchors, plan.window)
-    first = next((t for t in range(seq) if schedule.slots(t + 1)), seq)
+    """Every query with a history: over the exact one, and over the fold's slots."""
+    fold = report.fold
+    seq = exact[Source("inputs", fold.index)].shape[1]
+    first = first_with_history(plan, fold.pipeline, seq)
     if first == seq:
         return
-    keys, values = exact[Source("keys", fold.index)], exact[Source("values", fold.index)]
-    for row in range(len(attention_input)):
-        one = slice(row, row + 1)
-        queries = _Queries(fold, model, attention_input[one], first)
-        own = queries.ready(keys[one]), queries.ready(values[one], keys=False)
-        slots = queries.ready(decoded[0][one]), queries.ready(decoded[1][one], keys=False)
-        outputs = [queries.attend(own, history, plan) for history in (own, slots)]
-        cosines = functional.cosine_similarity(outputs[0], outputs[1], dim=-1)
+    positions = torch.arange(first, seq, device=codes.device)
+    for row in range(codes.shape[0]):
+        one = {source: x[row : row + 1] for source, x in exact.items()}
+        attention = LayerAttention(fold, model, one, positions)
+        wanted, got = attention.exact(), attention.folded(fold, codes[row : row + 1], plan)
+        cosines = functional.cosine_similarity(wanted, got, dim=-1)
         report.cosine += float(cosines.double().sum())
         report.queries += seq - first
-
-
-class _Queries:
-    """A row's own queries (and output gate) from position `first` on, and what they see."""
-
-    def __init__(self, fold: FoldedAttention, model: Any, hidden: Tensor, first: int) -> None:
-        self.fold = fold
-        self.dtype = hidden.dtype
-        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        self.rotation = Rotation.of(*rotary(model, fold.family, positions, hidden))
-        projected = fold.family.project(fold.module, hidden)
-        queries = fold.finish_queries(projected.queries, self.rotation)
-        self.queries = exact_dtype(queries[:, :, first:])
-        gate = projected.gate
-        self.gate = None if gate is None else exact_dtype(gate[:, first:]).sigmoid()
-
-    def ready(self, flat: Tensor, *, keys: bool = True) -> Tensor:
-        """Keys or values (1, seq, kv_width) as attention takes them, normed and rotated."""
-        heads = self.fold.heads(flat.to(self.dtype))
-        return exact_dtype(self.fold.finish_keys(heads, self.rotation) if keys else heads)
-
-    def attend(
-        self, own: tuple[Tensor, Tensor], history: tuple[Tensor, Tensor], plan: Plan
-    ) -> Tensor:
-        """Gated attention output over exact tokens and the history's slots: (1, queries, width)."""
-        output = reference_attention(
-            self.queries,
-            *own,
-            history[0][:, :, plan.anchors :],
-            history[1][:, :, plan.anchors :],
-            anchors=plan.anchors,
-            window=plan.window,
-            scaling=self.fold.scaling,
-        )
-        flat = output.transpose(1, 2).flatten(2)
-        return flat if self.gate is None else flat * self.gate
+        report.error += float((wanted - got).double().pow(2).sum())
+        report.size += float(wanted.double().pow(2).sum())

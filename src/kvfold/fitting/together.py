@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 from rich.progress import track
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvfold.anatomy import Anatomy, anatomy, text_decoder
 from kvfold.errors import CorpusError
+from kvfold.fitting.bar import progress_bar
 from kvfold.fitting.dispersion import DEFAULT_STRENGTH
+from kvfold.fitting.frozen import frozen
+from kvfold.fitting.gates import GateSettings, GateTrainer, gate_of, train_gates, trainable
 from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.ridge import DEFAULT_RIDGE
 from kvfold.fitting.tasks import ComponentsTask, Task, stages, tasks_of_stage
-from kvfold.methods import Source, build_methods
+from kvfold.methods import Source, build_pipelines, depth_methods
 from kvfold.plan import Plan
 from kvfold.runtime.capture import capture
 from kvfold.store.addon import AddOn
@@ -36,6 +39,7 @@ def fit_together(
     *,
     ridge: float = DEFAULT_RIDGE,
     key_dispersion: float = DEFAULT_STRENGTH,
+    gates: GateSettings | None = None,
     progress: bool = True,
 ) -> dict[str, AddOn]:
     """What `fit` would make of each plan, from one pass over the text for every stage.
@@ -46,10 +50,10 @@ def fit_together(
     shape = anatomy(model)
     first = next(text_decoder(model).parameters())
     wide = torch.float64 if first.dtype == torch.float64 else torch.float32
-    methods = {
-        name: build_methods(plan, shape).to(first.device, wide) for name, plan in plans.items()
+    pipelines = {
+        name: build_pipelines(plan, shape).to(first.device, wide) for name, plan in plans.items()
     }
-    members: dict[str, list[Any]] = {name: list(made) for name, made in methods.items()}
+    members = {name: list(depth_methods(made)) for name, made in pipelines.items()}
     for stage in sorted({number for made in members.values() for number in stages(made)}):
         tasks = [
             (plan.anchors, task)
@@ -62,16 +66,55 @@ def fit_together(
         _one_pass(model, shape, leaders.values(), tokens, label if progress else None)
         for anchors, task in tasks:
             _solve(task, leaders[_key(anchors, task)][1], ridge, key_dispersion)
+    trainers = _trained(model, shape, plans, pipelines, tokens, gates or GateSettings(), progress)
     fingerprint = Fingerprint.of(model)
     return {
         name: AddOn(
             plan,
-            methods[name].to(first.dtype).requires_grad_(False),
+            pipelines[name].to(first.dtype).requires_grad_(False),
             fingerprint,
-            {"fit": {"tokens": tokens.numel(), "ridge": ridge, "key_dispersion": key_dispersion}},
+            {
+                "fit": {
+                    "tokens": tokens.numel(),
+                    "ridge": ridge,
+                    "key_dispersion": key_dispersion,
+                },
+                **({"gates": trainers[name].report()} if name in trainers else {}),
+            },
         )
         for name, plan in plans.items()
     }
+
+
+def _trained(
+    model: Any,
+    shape: Anatomy,
+    plans: Mapping[str, Plan],
+    pipelines: Mapping[str, nn.ModuleList],
+    tokens: Tensor,
+    settings: GateSettings,
+    progress: bool,
+) -> dict[str, GateTrainer]:
+    """Train the gates of every plan that has some; plans that differ in bits alone share them."""
+    trainers: dict[str, GateTrainer] = {}
+    by_gates: dict[str, GateTrainer] = {}
+    for name, made in pipelines.items():
+        if trainable(made):
+            key = plans[name].replace(bits=()).to_json()
+            if key not in by_gates:
+                seq = tokens.shape[1]
+                by_gates[key] = GateTrainer(model, shape, plans[name], made, seq, settings)
+            trainers[name] = by_gates[key]
+    if by_gates:
+        with frozen(model), progress_bar(progress) as (bar, _):
+            shown = bar.add_task(f"gates of {len(by_gates)} plans", total=settings.steps, rate="")
+            members = list(by_gates.values())
+            train_gates(model, shape, members, tokens, lambda: bar.advance(shown))
+    for name, trainer in trainers.items():
+        own = {pipeline.layers: pipeline for pipeline in trainable(pipelines[name])}
+        for pipeline in trainer.pipelines:
+            gate_of(own[pipeline.layers]).load_state_dict(gate_of(pipeline).state_dict())
+    return trainers
 
 
 def _key(anchors: int, task: Task) -> tuple[Any, ...]:

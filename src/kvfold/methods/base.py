@@ -19,26 +19,46 @@ from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-SourceKind = Literal["hidden", "keys", "values"]
+SourceKind = Literal["hidden", "inputs", "keys", "values"]
 
 
 @dataclass(frozen=True, order=True)
 class Source:
     """One activation of the base model.
 
-    hidden: the output of the first `layer` layers, (batch, seq, hidden). keys and values: those
-    of layer `layer`, (batch, seq, kv_width), pre-norm and pre-RoPE.
+    hidden: the output of the first `layer` layers, (batch, seq, hidden). inputs: what the
+    attention of layer `layer` projects, after the layer's input norm, (batch, seq, hidden). keys
+    and values: those of layer `layer`, (batch, seq, kv_width), pre-norm and pre-RoPE.
     """
 
     kind: SourceKind
     layer: int
 
     def __str__(self) -> str:
-        return f"H_{self.layer}" if self.kind == "hidden" else f"{self.kind} of layer {self.layer}"
+        if self.kind == "hidden":
+            return f"H_{self.layer}"
+        name = "attention input" if self.kind == "inputs" else self.kind
+        return f"{name} of layer {self.layer}"
 
 
 Activations = Mapping[Source, Tensor]
 """Activations by name, each (batch, seq, width)."""
+
+
+class CodePart(NamedTuple):
+    """`heads` neighbouring vectors of `width` values in a code, and what they hold.
+
+    Parts are what a pooling gate may weigh apart, and what is quantised as one vector.
+    """
+
+    kind: Literal["keys", "values", "both"]
+    heads: int
+    width: int
+
+
+def kv_parts(kv_heads: int, head_dim: int) -> tuple[CodePart, ...]:
+    """The parts of a code that is one layer's [K; V]."""
+    return CodePart("keys", kv_heads, head_dim), CodePart("values", kv_heads, head_dim)
 
 
 class AffineMap(NamedTuple):
@@ -88,15 +108,22 @@ class DepthMethod(nn.Module, ABC):
     """One entry of a plan's depth axis, with its weights.
 
     layers: the layers whose history it serves. inputs: what `encode` needs, in its order.
-    code_width: values stored per token. needs_window: whether a token's code exists only after
+    code_parts: what a code is made of, in order. gate_source: what a pooling gate scores a token
+    by; it exists no later than the code. needs_window: whether a token's code exists only after
     its own layers have run, so that a query can't see itself through it.
     """
 
     name: ClassVar[str]
     layers: tuple[int, ...]
     inputs: tuple[Source, ...]
-    code_width: int
+    code_parts: tuple[CodePart, ...]
+    gate_source: Source
     needs_window: bool = False
+
+    @property
+    def code_width(self) -> int:
+        """Values stored for a token."""
+        return sum(part.heads * part.width for part in self.code_parts)
 
     @abstractmethod
     def encode(self, activations: Activations) -> Tensor:

@@ -10,15 +10,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvfold.methods.base import Activations, AffineMap, DepthMethod, Problem, Regression, Source
+from kvfold.methods.base import (
+    Activations,
+    AffineMap,
+    CodePart,
+    DepthMethod,
+    Problem,
+    Regression,
+    Source,
+    kv_parts,
+)
 from kvfold.methods.maps import ResidualMap, rms_normalize
 
 
 class CedMaps(nn.Module):
     """The projector P_l of each layer, from H_s to that layer's keys and values.
 
-    split: s. layers: the layers served. hidden_size, kv_width: widths. bias: of each matrix.
-    normalize: divide H_s by its root mean square first.
+    split: s. layers: the layers served. hidden_size: of H_s. kv_heads, head_dim: of each layer's
+    keys and values. bias: of each matrix. normalize: divide H_s by its root mean square first.
     """
 
     def __init__(
@@ -26,7 +35,8 @@ class CedMaps(nn.Module):
         split: int,
         layers: tuple[int, ...],
         hidden_size: int,
-        kv_width: int,
+        kv_heads: int,
+        head_dim: int,
         *,
         bias: bool = True,
         normalize: bool = True,
@@ -35,7 +45,8 @@ class CedMaps(nn.Module):
         self.source = Source("hidden", split)
         self.layers = layers
         self.hidden_size = hidden_size
-        self.kv_width = kv_width
+        self.kv_parts = kv_parts(kv_heads, head_dim)
+        self.kv_width = kv_width = kv_heads * head_dim
         self.normalize = normalize
         names = [str(layer) for layer in layers]
         self.keys = nn.ModuleDict({n: ResidualMap(hidden_size, kv_width, bias=bias) for n in names})
@@ -83,7 +94,12 @@ class CedFold(DepthMethod):
         self.inputs = (maps.source,)
         projected_width = 2 * maps.kv_width * len(maps.layers)
         self.stores_projected = projected_width < maps.hidden_size
-        self.code_width = projected_width if self.stores_projected else maps.hidden_size
+        self.code_parts = (
+            maps.kv_parts * len(maps.layers)
+            if self.stores_projected
+            else (CodePart("both", 1, maps.hidden_size),)
+        )
+        self.gate_source = maps.source
 
     def encode(self, activations: Activations) -> Tensor:
         """H_s (normalised if asked for), or every layer's projected K and V side by side."""

@@ -12,7 +12,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kvfold.methods.base import Activations, AffineMap, DepthMethod, Problem, Regression, Source
+from kvfold.methods.base import (
+    Activations,
+    AffineMap,
+    DepthMethod,
+    Problem,
+    Regression,
+    Source,
+    kv_parts,
+)
 from kvfold.methods.ced import CedMaps
 from kvfold.methods.maps import ResidualMap
 
@@ -21,9 +29,9 @@ class Csa2Fold(DepthMethod):
     """A source layer and its readers.
 
     source: the layer whose keys are stored; value_source: the one whose values are (the same by
-    default). readers: the layers regenerated from them. kv_width: values of one layer's keys.
-    form, bias, residual_hidden: of the readers' maps. ced: if given, the stored keys and values
-    are regenerated from H_s by these maps instead of being the source's own.
+    default). readers: the layers regenerated from them. kv_heads, head_dim: of each layer's keys
+    and values. form, bias, residual_hidden: of the readers' maps. ced: if given, the stored keys
+    and values are regenerated from H_s by these maps instead of being the source's own.
     """
 
     name = "csa2"
@@ -32,7 +40,8 @@ class Csa2Fold(DepthMethod):
         self,
         source: int,
         readers: tuple[int, ...],
-        kv_width: int,
+        kv_heads: int,
+        head_dim: int,
         *,
         form: Literal["joint", "separate"] = "joint",
         bias: bool = True,
@@ -44,12 +53,14 @@ class Csa2Fold(DepthMethod):
         self.source = source
         self.value_source = source if value_source is None else value_source
         self.layers = tuple(sorted({self.source, self.value_source, *readers}))
-        self.kv_width = kv_width
-        self.code_width = 2 * kv_width
+        self.kv_width = kv_width = kv_heads * head_dim
+        self.code_parts = kv_parts(kv_heads, head_dim)
         self.form = form
         self.ced = ced
         own = (Source("keys", self.source), Source("values", self.value_source))
         self.inputs = own if ced is None else (ced.source,)
+        later = max(self.source, self.value_source)
+        self.gate_source = Source("inputs", later) if ced is None else ced.source
         self.needs_window = ced is None and self.source != self.value_source
         in_width = 2 * kv_width if form == "joint" else kv_width
 

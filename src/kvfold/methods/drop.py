@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvfold.methods.base import Activations, DepthMethod
+from kvfold.methods.base import Activations, DepthMethod, Source
 
 
 class DropFold(DepthMethod):
@@ -16,7 +16,8 @@ class DropFold(DepthMethod):
         super().__init__()
         self.layers = layers
         self.inputs = ()
-        self.code_width = 0
+        self.code_parts = ()
+        self.gate_source = Source("inputs", layers[0])
         self.needs_window = True
 
     def encode(self, activations: Activations) -> Tensor:

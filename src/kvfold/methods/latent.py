@@ -13,7 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kvfold.methods.base import Activations, AffineMap, Components, DepthMethod, Problem, Source
+from kvfold.methods.base import (
+    Activations,
+    AffineMap,
+    CodePart,
+    Components,
+    DepthMethod,
+    Problem,
+    Source,
+)
 from kvfold.methods.maps import affine_bias, rms_normalize
 
 
@@ -57,7 +65,14 @@ class LatentFold(DepthMethod):
         )
         self.key_rank = rank
         self.joint = value_rank is None
-        self.code_width = rank + (value_rank or 0)
+        self.code_parts = (
+            (CodePart("both", 1, rank),)
+            if value_rank is None
+            else (CodePart("keys", 1, rank), CodePart("values", 1, value_rank))
+        )
+        self.gate_source = (
+            Source("inputs", max(layers)) if split is None else Source("hidden", split)
+        )
         self.needs_window = split is None
         self.inputs = self.targets if split is None else (Source("hidden", split),)
         group = len(layers) * kv_width

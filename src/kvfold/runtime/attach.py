@@ -27,12 +27,12 @@ from kvfold.anatomy import (
     text_decoder,
 )
 from kvfold.errors import AttachError, PlanError
-from kvfold.methods import DepthMethod, Source
+from kvfold.methods import Pipeline, Source, rebuilt_pipelines
 from kvfold.plan import Plan
-from kvfold.runtime.attention import NewTokens, attend
+from kvfold.runtime.attention import attend
 from kvfold.runtime.cache import FoldedCache
 from kvfold.runtime.forward import DecoderForward
-from kvfold.runtime.layer import FoldedAttention, Rotation
+from kvfold.runtime.layer import FoldedAttention, NewTokens, Rotation, SlotPlaces, StoredSlots
 from kvfold.runtime.reading import choose_readings, free_memory
 from kvfold.runtime.schedule import Schedule, Step
 
@@ -41,7 +41,7 @@ class AddOnLike(Protocol):
     """What can be attached: a plan, its fitted methods, and a check of the base model."""
 
     plan: Plan
-    methods: nn.ModuleList
+    pipelines: nn.ModuleList
 
     def check_base(self, model: Any) -> None:
         """Raise `AddOnError` unless `model` is the base the add-on was made for."""
@@ -50,11 +50,11 @@ class AddOnLike(Protocol):
 def attach(model: Any, addon: AddOnLike, *, plan: Plan | None = None) -> Attachment:
     """Fold a model's cache with an add-on until `detach`, or until the `with` block ends.
 
-    plan: run the same methods under another anchors, window, prefill_attention or resident than
-    the add-on's own plan. Raises `AddOnError` for another base model, `AttachError` if something
-    is attached already or dtypes or devices differ, `PlanError` if the window is too short or the
-    reading impossible, `UnsupportedModelError` for an attention implementation that can't be
-    folded. The model is only changed once all checks have passed.
+    plan: run the same weights under other anchors, window, bits, prefill_attention or resident
+    than the add-on's own plan. Raises `AddOnError` for another base model, `AttachError` if
+    something is attached already or dtypes or devices differ, `PlanError` if the window is too
+    short or the reading impossible, `UnsupportedModelError` for an attention implementation that
+    can't be folded. The model is only changed once all checks have passed.
     """
     if isinstance(addon, Plan):
         raise AttachError(
@@ -73,11 +73,12 @@ class Attachment:
         self.anatomy: Anatomy = anatomy(model)
         self.decoder: Any = text_decoder(model)
         self._check(addon)
-        self.schedule = Schedule(plan.anchors, plan.window)
-        self.methods: list[DepthMethod] = list(addon.methods)  # type: ignore[arg-type]
+        self.pipelines = rebuilt_pipelines(plan, self.anatomy, addon.pipelines)
+        groups = {pipeline.group for pipeline in self.pipelines} or {1}
+        self.schedules = {g: Schedule(plan.anchors, plan.window, g) for g in sorted(groups)}
         readings = choose_readings(
             plan,
-            self.methods,
+            self.pipelines,
             self.anatomy,
             free_bytes=free_memory(model.device),
             element_size=model.dtype.itemsize,
@@ -89,20 +90,20 @@ class Attachment:
                 attention_module(model, layer),
                 self.anatomy.family,
                 self.anatomy.layers[layer],
-                method,
+                pipeline,
                 readings[layer],
             )
-            for method in self.methods
-            for layer in method.layers
+            for pipeline in self.pipelines
+            for layer in pipeline.layers
         ]
-        self._fed_by: dict[Source, list[DepthMethod]] = {}
-        for method in self.methods:
-            for source in method.inputs:
-                self._fed_by.setdefault(source, []).append(method)
+        self._fed_by: dict[Source, list[Pipeline]] = {}
+        for pipeline in self.pipelines:
+            for source in pipeline.inputs:
+                self._fed_by.setdefault(source, []).append(pipeline)
         self.cache: FoldedCache | None = None
         self.adopted: WeakKeyDictionary[Cache, FoldedCache] = WeakKeyDictionary()
         self.activations: dict[Source, Tensor] = {}
-        self._rotations: dict[tuple[int, int], Rotation] = {}
+        self._rotations: dict[tuple[Any, ...], Rotation] = {}
         self._restore: list[tuple[nn.Module, Any]] = []
         self._hooks: list[Any] = []
         self._patch()
@@ -112,13 +113,15 @@ class Attachment:
         supported_attention(self.model)
         addon.check_base(self.model)
         self.plan.check(self.anatomy)
-        if self.plan.depth != addon.plan.depth:
-            raise PlanError(
-                "the plan must have the add-on's own depth entries, which its weights were fitted "
-                f"for: {addon.plan.to_dict()['depth']}; got {self.plan.to_dict()['depth']}; "
-                "change only anchors, window, prefill_attention and resident"
-            )
-        for parameter in addon.methods.parameters():
+        for axis in ("depth", "sequence"):
+            own, other = addon.plan.to_dict()[axis], self.plan.to_dict()[axis]
+            if own != other:
+                raise PlanError(
+                    f"the plan must have the add-on's own {axis} entries, which its weights were "
+                    f"fitted for: {own}; got {other}; change only anchors, window, bits, "
+                    "prefill_attention and resident"
+                )
+        for parameter in addon.pipelines.parameters():
             if parameter.dtype != self.model.dtype or parameter.device != self.model.device:
                 raise AttachError(
                     "add-on and model must have one dtype and device; the add-on is in "
@@ -159,27 +162,25 @@ class Attachment:
 
     def publish(self, found: dict[Source, Tensor]) -> None:
         """Take activations of the current step and encode every code that they complete."""
-        if self.cache is None or self.cache.step is None:
+        if self.cache is None or not self.cache.steps:
             raise AttachError(
                 "a layer of an attached model was run on its own; call the model, or detach first"
             )
         self.activations.update(found)
-        fed = {id(m): m for source in found for m in self._fed_by.get(source, ())}
-        for method in fed.values():
-            self.cache.publish(self.activations, method)
+        fed = {id(p): p for source in found for p in self._fed_by.get(source, ())}
+        for pipeline in fed.values():
+            self.cache.publish(self.activations, pipeline)
 
-    def rotary_at(self, positions: Tensor) -> Rotation:
-        """The rotation at consecutive positions (rows, seq), remembered for one step."""
-        one_row = positions.shape[0] == 1
-        key = (int(positions[0, 0]), positions.shape[1]) if one_row else (id(positions), 0)
-        if key not in self._rotations:
-            made = rotary(self.model, self.anatomy.family, positions, self._like())
-            self._rotations[key] = Rotation.of(*made)
-        return self._rotations[key]
+    def rotary_at(self, slots: SlotPlaces | StoredSlots) -> Rotation:
+        """The rotation of some slots, remembered for one step."""
+        if slots.key not in self._rotations:
+            made = rotary(self.model, self.anatomy.family, slots.positions(), self._like())
+            self._rotations[slots.key] = Rotation.of(*made)
+        return self._rotations[slots.key]
 
     def own_rotation(self, embeddings: tuple[Tensor, Tensor]) -> Rotation:
         """The rotation of the step's own tokens, from what the decoder hands to every layer."""
-        key = (id(embeddings[0]), -1)
+        key = ("own", id(embeddings[0]))
         if key not in self._rotations:
             self._rotations[key] = Rotation.of(*embeddings)
         return self._rotations[key]
@@ -187,18 +188,28 @@ class Attachment:
     def _like(self) -> Tensor:
         return torch.empty(0, dtype=self.model.dtype, device=self.model.device)
 
-    def open(self, cache: FoldedCache, step: Step, *, record: bool) -> None:
+    def steps(
+        self, cache: FoldedCache, new: int, counts: list[int], *, folded: bool
+    ) -> dict[int, Step]:
+        """The steps of one chunk, by group: `new` columns, of which `counts` are a row's tokens."""
+        before = cache.rows or [0] * len(counts)
+        return {
+            group: Step(schedule, before, new, counts, folded=folded, device=self.model.device)
+            for group, schedule in self.schedules.items()
+        }
+
+    def open(self, cache: FoldedCache, steps: dict[int, Step], *, record: bool) -> None:
         """Begin a step of one chunk (the decoder's forward calls it).
 
-        record: keep every code of the step in `cache.recorded`, and fold nothing.
+        record: keep every record of the step in `cache.recorded`, and fold nothing.
         """
-        cache.begin(step, record=record)
+        cache.begin(steps, record=record)
         self.cache = cache
         self.activations = {}
         self._rotations = {}
         if cache.given is not None and not record:
-            for method in self.methods:
-                cache.publish({}, method)
+            for pipeline in self.pipelines:
+                cache.publish({}, pipeline)
 
     def close(self, *, done: bool) -> None:
         """End the step: commit it if the forward came through."""
@@ -211,7 +222,7 @@ class Attachment:
     def new_cache(self, *, given: dict[int, Tensor] | None = None) -> FoldedCache:
         """An empty cache for the attached model.
 
-        given: codes to use instead of computing them (two-pass scoring). Raises `PlanError` for a
+        given: records to use instead of computing them (two-pass scoring). Raises `PlanError` for a
         window of 0 where codes exist only after their own layers have run.
         """
         if given is None and self.exits_lag and self.plan.window < 1:
@@ -219,12 +230,12 @@ class Attachment:
                 "this plan needs a window of at least 1: its codes exist only after their own "
                 "layers have run, so a token can't see itself through them; got window=0"
             )
-        return FoldedCache(self.folds, self.schedule, self.model.config, owner=self, given=given)
+        return FoldedCache(self.folds, self.schedules, self.model.config, owner=self, given=given)
 
     @property
     def exits_lag(self) -> bool:
         """Whether folded prompts must run in chunks no longer than the window."""
-        return any(method.needs_window and method.code_width for method in self.methods)
+        return any(p.depth.needs_window and p.depth.code_width for p in self.pipelines)
 
     def hidden_states(
         self, input_ids: Tensor, *, history: Literal["folded", "exact"] = "folded"
@@ -233,17 +244,17 @@ class Attachment:
 
         input_ids: (batch, seq), without padding; result: (batch, seq, hidden), after the final
         norm. history="folded" runs one folded prefill. history="exact" first runs the plain model
-        and takes the history's codes from it, as after an exact prefill, then scores against
+        and takes the history's records from it, as after an exact prefill, then scores against
         them.
         """
-        given = self._codes_of_exact_pass(input_ids) if history == "exact" else None
+        given = self._records_of_exact_pass(input_ids) if history == "exact" else None
         cache = self.new_cache(given=given)
         with torch.no_grad():
             output = self.decoder(input_ids=input_ids, use_cache=True, kvfold_cache=cache)
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def _codes_of_exact_pass(self, input_ids: Tensor) -> dict[int, Tensor]:
+    def _records_of_exact_pass(self, input_ids: Tensor) -> dict[int, Tensor]:
         cache = self.new_cache(given={})
         with torch.no_grad():
             self.decoder(
@@ -277,7 +288,8 @@ class Attachment:
 
 def _attention_forward(attachment: Attachment, fold: FoldedAttention) -> Any:
     """The forward that stands in for a folded layer's attention module."""
-    own_keys, own_values = Source("keys", fold.index), Source("values", fold.index)
+    own = {kind: Source(kind, fold.index) for kind in ("inputs", "keys", "values")}
+    wanted = {kind for kind, source in own.items() if attachment.is_wanted(source)}
 
     def forward(
         hidden_states: Tensor,
@@ -287,26 +299,26 @@ def _attention_forward(attachment: Attachment, fold: FoldedAttention) -> Any:
     ) -> tuple[Tensor, None]:
         assert position_embeddings is not None
         made = fold.family.project(fold.module, hidden_states)
-        attachment.publish(
-            {
-                source: _flat(part)
-                for source, part in ((own_keys, made.keys), (own_values, made.values))
-                if attachment.is_wanted(source)
-            }
-        )
+        found = {"inputs": hidden_states} if "inputs" in wanted else {}
+        found |= {
+            kind: _flat(part)
+            for kind, part in (("keys", made.keys), ("values", made.values))
+            if kind in wanted
+        }
+        attachment.publish({own[kind]: part for kind, part in found.items()})
         cache = attachment.cache
-        assert cache is not None and cache.step is not None
+        assert cache is not None
         rotation = attachment.own_rotation(position_embeddings)
         new = NewTokens(
             fold.finish_queries(made.queries, rotation),
             fold.finish_keys(made.keys, rotation),
             made.values,
         )
-        layer, step = cache.folded_layer(fold.index), cache.step
-        store = cache.stores.get(id(fold.method))
+        layer, step = cache.folded_layer(fold.index), cache.step_of(fold.pipeline)
+        store = cache.stores.get(id(fold.pipeline))
         layer.prepare(new.keys, new.values)
-        if step.folded and store is not None and step.most_exits:
-            layer.write_slots(step, store.exits(step), attachment.rotary_at(step.exit_positions))
+        if cache.expands_in_attention(fold):
+            cache.expand(layer, attachment.rotary_at)
         mixed = attend(fold, layer, store, step, new, attachment.rotary_at)
         mixed = mixed.transpose(1, 2).flatten(2)
         if made.gate is not None:

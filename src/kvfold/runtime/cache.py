@@ -9,7 +9,7 @@ stores, and the step is committed when the forward has ended.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from kvfold.errors import CacheError
-from kvfold.methods import DepthMethod, Source
-from kvfold.runtime.codes import CodeStore
+from kvfold.methods import Pipeline, Source
+from kvfold.runtime.codes import CodeStore, code_store_needs
 from kvfold.runtime.folded_layer import FoldedLayer
-from kvfold.runtime.layer import FoldedAttention
+from kvfold.runtime.layer import FoldedAttention, RotaryAt, SlotPlaces
 from kvfold.runtime.ledger import Ledger
 from kvfold.runtime.schedule import Schedule, Step
 
@@ -29,8 +29,9 @@ from kvfold.runtime.schedule import Schedule, Step
 class FoldedCache(Cache):
     """The cache of a model with an add-on attached; made by `Attachment.new_cache`.
 
-    folds: the folded layers. config: of the model. given: codes per method to use instead of
-    computing them (two-pass scoring), each (batch, 1, tokens, code_width).
+    folds: the folded layers. schedules: by group. config: of the model. given: records per
+    pipeline to use instead of computing them (two-pass scoring), each (batch, 1, tokens,
+    record_width).
     """
 
     layers: list[Any]
@@ -38,7 +39,7 @@ class FoldedCache(Cache):
     def __init__(
         self,
         folds: Sequence[FoldedAttention],
-        schedule: Schedule,
+        schedules: Mapping[int, Schedule],
         config: Any,
         *,
         owner: object,
@@ -46,28 +47,31 @@ class FoldedCache(Cache):
     ) -> None:
         layers: list[Any] = list(DynamicCache(config=config).layers)
         for fold in folds:
-            layers[fold.index] = FoldedLayer(fold, schedule)
+            layers[fold.index] = FoldedLayer(fold, schedules[fold.pipeline.group])
         super().__init__(layers=layers)
-        self.schedule = schedule
+        self.schedules = dict(schedules)
         self.config = config
         self.owner = owner
         self.given = given
         self.recorded: dict[int, Tensor] | None = None
         self.columns = 0
         self.rows: list[int] = []
-        self.step: Step | None = None
+        self.steps: dict[int, Step] = {}
         self.stores: dict[int, CodeStore] = {}
         self.folded = frozenset(fold.index for fold in folds)
+        readers: dict[int, list[FoldedAttention]] = {}
         for fold in folds:
-            self._add_store(fold)
+            readers.setdefault(id(fold.pipeline), []).append(fold)
+        for key, reading in readers.items():
+            pipeline = reading[0].pipeline
+            if pipeline.depth.code_width:
+                keep, late = code_store_needs(reading)
+                schedule = self.schedules[pipeline.group]
+                self.stores[key] = CodeStore(pipeline, schedule, keep=keep, late=late)
 
-    def _add_store(self, fold: FoldedAttention) -> None:
-        keep = fold.reading in ("shared", "absorbed")
-        known = self.stores.get(id(fold.method))
-        if known is not None:
-            known.keep = known.keep or keep
-        elif fold.method.code_width:
-            self.stores[id(fold.method)] = CodeStore(fold.method, self.schedule, keep=keep)
+    def step_of(self, pipeline: Pipeline) -> Step:
+        """The open step of a pipeline's group."""
+        return self.steps[pipeline.group]
 
     @property
     def seen_tokens(self) -> list[int]:
@@ -80,75 +84,104 @@ class FoldedCache(Cache):
         assert isinstance(layer, FoldedLayer)
         return layer
 
-    def begin(self, step: Step, *, record: bool = False) -> None:
-        """Open a step; refused if an earlier one was never committed.
+    def begin(self, steps: dict[int, Step], *, record: bool = False) -> None:
+        """Open a step, given for every group; refused if an earlier one was never committed.
 
-        record: only keep the codes, in `recorded`.
+        record: only keep the records, in `recorded`.
         """
-        if self.step is not None:
+        if self.steps:
             raise CacheError(
                 "an earlier forward with this cache failed half-way, so its contents can't be "
                 "trusted; start again with a new cache"
             )
-        self.step = step
+        self.steps = steps
         self.recorded = {} if record else None
 
-    def publish(self, source_values: dict[Source, Tensor], method: DepthMethod) -> None:
-        """Encode a method's code of this step, once all of its inputs are there."""
-        step = self.step
-        assert step is not None
-        store = self.stores.get(id(method))
-        if store is None or store.new is not None:
+    def publish(self, found: Mapping[Source, Tensor], pipeline: Pipeline) -> None:
+        """Make a pipeline's records of this step, once all of its inputs are there."""
+        step = self.step_of(pipeline)
+        store = self.stores.get(id(pipeline))
+        if store is None or store.published:
             return
         if self.given is not None and self.recorded is None:
             start = step.before[0]
-            store.publish(step, self.given[id(method)][:, :, start : start + step.new])
-        elif all(source in source_values for source in method.inputs):
-            codes = method.encode(source_values)
-            if step.new > 1 and not bool(torch.isfinite(codes).all()):
-                raise CacheError(
-                    f"the {method.name} code of layers {list(method.layers)} is not finite: the "
-                    "model's activations overflow its dtype or the add-on is damaged"
-                )
+            store.publish(step, self.given[id(pipeline)][:, :, start : start + step.new])
+        elif all(source in found for source in pipeline.inputs):
+            records = pipeline.records(found)
+            if step.new > 1:
+                require_finite(records, step, pipeline)
             if self.recorded is not None:
-                self.recorded[id(method)] = codes[:, None]
+                self.recorded[id(pipeline)] = records[:, None]
             else:
-                store.publish(step, codes[:, None])
+                store.publish(step, records[:, None])
 
-    def commit(self, rotary: Any) -> None:
-        """End the step: write what attention did not need yet, and count the tokens.
-
-        rotary: positions (rows, seq) -> their rotation.
-        """
-        step = self.step
-        assert step is not None
-        if not step.folded and self.recorded is None:
-            self.expand_all(step, rotary)
+    def commit(self, rotary: RotaryAt) -> None:
+        """End the step: write what attention did not need yet, and count the tokens."""
+        if self.recorded is None:
+            self._expand_rest(rotary)
+        self._require_finite_scales()
         for store in self.stores.values():
-            store.commit(step)
+            store.commit(self.step_of(store.pipeline))
+        step = next(iter(self.steps.values()))
         self.columns += step.new
         self.rows = step.after
         for layer in self.layers:
             if isinstance(layer, FoldedLayer):
                 layer.columns = self.columns
-        self.step = None
+        self.steps = {}
 
-    def expand_all(self, step: Step, rotary: Any) -> None:
-        """Expand the step's exits in every layer (exact prefill does it at the end)."""
-        if step.most_exits == 0:
+    def expand(self, layer: FoldedLayer, rotary: RotaryAt) -> None:
+        """Write the slots that this step brings to a layer, where it keeps any itself."""
+        fold = layer.fold
+        store = self.stores.get(id(fold.pipeline))
+        if store is None:
             return
-        rotation = rotary(step.exit_positions)
+        step = self.step_of(fold.pipeline)
+        early = fold.reading != "expanded" or fold.expands_early
+        spans = step.completed if early else step.exits
+        if any(spans):
+            codes = store.completed(step) if early else store.exits(step)
+            place = fold.pipeline.slot_position
+            layer.write_slots(step, spans, codes, rotary(SlotPlaces(step, early, place)))
+
+    def expands_in_attention(self, fold: FoldedAttention) -> bool:
+        """Whether a layer's slots are written before its own attention, not after the step."""
+        early = fold.reading != "expanded" or fold.expands_early
+        lags = fold.method.needs_window
+        return self.step_of(fold.pipeline).folded and not (early and lags)
+
+    def _expand_rest(self, rotary: RotaryAt) -> None:
         for layer in self.layers:
-            if isinstance(layer, FoldedLayer) and layer.fold.method.code_width:
-                codes = self.stores[id(layer.fold.method)].exits(step)
-                layer.write_slots(step, codes, rotation)
+            if isinstance(layer, FoldedLayer) and not self.expands_in_attention(layer.fold):
+                self.expand(layer, rotary)
+
+    def _require_finite_scales(self) -> None:
+        """One look a step at all that was quantised in it."""
+        stores = [
+            (store.pipeline.layers, part)
+            for store in self.stores.values()
+            for part in store.slots.stores
+        ]
+        for layer in self.layers:
+            if isinstance(layer, FoldedLayer):
+                stores += [((layer.fold.index,), part) for part in layer.stores.values()]
+        flags = [(layers, part.take_finite()) for layers, part in stores]
+        found = [(layers, flag) for layers, flag in flags if flag is not None]
+        if found and not bool(torch.stack([flag for _, flag in found]).all()):
+            layers = next(layers for layers, flag in found if not bool(flag))
+            seen = self.rows or [0]
+            raise CacheError(
+                f"keys and values must be finite to be quantised; layer {layers[0]} got NaN or "
+                f"infinity in the tokens after token {min(seen)}; load the model in bfloat16 or "
+                "float32, and check its weights"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FoldedCache:
         """A cache with tensors of its own on the same attachment; the model is not copied."""
         made = FoldedCache.__new__(FoldedCache)
         memo[id(self)] = made
         made.__dict__.update(self.__dict__)
-        made.rows = list(self.rows)
+        made.rows, made.steps = list(self.rows), dict(self.steps)
         made.stores = {key: store.copied() for key, store in self.stores.items()}
         made.layers = [
             layer.copied() if isinstance(layer, FoldedLayer) else copy.deepcopy(layer, memo)
@@ -162,7 +195,7 @@ class FoldedCache(Cache):
 
     def _select(self, index: Tensor) -> None:
         for store in self.stores.values():
-            store.select_rows(index)
+            store.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
         self.rows = [self.rows[i] for i in index.tolist()]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -178,10 +211,7 @@ class FoldedCache(Cache):
         """Keep only these rows."""
         indices = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         for layer in self.layers:
-            if isinstance(layer, FoldedLayer):
-                layer.select_rows(indices)
-            else:
-                layer.reorder_cache(indices)
+            layer.reorder_cache(indices)
         self._select(indices)
 
     def reset(self) -> None:
@@ -193,7 +223,7 @@ class FoldedCache(Cache):
                 self.layers[index] = layer
         for store in self.stores.values():
             store.reset()
-        self.columns, self.rows, self.step = 0, [], None
+        self.columns, self.rows, self.steps = 0, [], {}
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: a negative number of them, or the length to keep.
@@ -205,16 +235,8 @@ class FoldedCache(Cache):
         if remove <= 0:
             return
         kept = [seen - remove for seen in self.rows]
-        lost = any(
-            seen > self.schedule.exact_size or short < 0
-            for seen, short in zip(self.rows, kept, strict=True)
-        )
-        if lost:
-            raise CacheError(
-                f"can't crop {remove} tokens: the cache has seen {self.rows} and folded every "
-                f"token beyond the first {self.schedule.exact_size}, which can't be made exact "
-                "again; crop earlier, or use a plan with a larger window"
-            )
+        for schedule in self.schedules.values():
+            self._refuse_crop(schedule, remove, kept)
         for layer in self.layers:
             if not isinstance(layer, FoldedLayer):
                 layer.crop(-remove)
@@ -222,3 +244,41 @@ class FoldedCache(Cache):
         for layer in self.layers:
             if isinstance(layer, FoldedLayer):
                 layer.columns = self.columns
+
+    def _refuse_crop(self, schedule: Schedule, remove: int, kept: list[int]) -> None:
+        if any(
+            seen > schedule.exact_size or short < 0
+            for seen, short in zip(self.rows, kept, strict=True)
+        ):
+            raise CacheError(
+                f"can't crop {remove} tokens: the cache has seen {self.rows} and folded every "
+                f"token beyond the first {schedule.exact_size}, which can't be made exact "
+                "again; crop earlier, or use a plan with a larger window"
+            )
+        if any(
+            schedule.made(seen) != schedule.made(short)
+            for seen, short in zip(self.rows, kept, strict=True)
+            if schedule.group > 1
+        ):
+            raise CacheError(
+                f"can't crop {remove} tokens: groups of {schedule.group} of them have been pooled "
+                "already; crop before a group is full, or use a plan without a sequence axis"
+            )
+
+
+def require_finite(records: Tensor, step: Step, pipeline: Pipeline) -> None:
+    """Raise `CacheError` naming layers and token where a record (batch, new, width) is not finite.
+
+    Pads are looked at too: they are not stored, but tell of the same fault.
+    """
+    finite = torch.isfinite(records).all(dim=-1)
+    if bool(finite.all()):
+        return
+    row, column = (~finite).nonzero()[0].tolist()
+    position = step.after[row] - step.new + column
+    raise CacheError(
+        f"keys and values must be finite; the {pipeline.depth.name} code of layers "
+        f"{list(pipeline.layers)} has NaN or infinity at token {position} of row {row}: the "
+        "model's activations overflow its dtype or the add-on is damaged; load the model in "
+        "bfloat16 or float32"
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,6 @@ from kvfold.errors import FitError
 from kvfold.methods import Activations, Source
 
 
-class Captured(NamedTuple):
-    """What one forward gave.
-
-    activations: by source. attention_inputs: by layer, what its attention module was called on,
-    (batch, seq, hidden), after the layer's input norm.
-    """
-
-    activations: Activations
-    attention_inputs: dict[int, Tensor]
-
-
 class _CapturedAllError(Exception):
     """Leaves the forward early: everything that was asked for is there."""
 
@@ -38,11 +27,11 @@ class _CapturedAllError(Exception):
 class _Collector:
     """Takes tensors by key, and stops the forward when none is missing."""
 
-    def __init__(self, wanted: Collection[Any]) -> None:
+    def __init__(self, wanted: Collection[Source]) -> None:
         self.missing = set(wanted)
-        self.taken: dict[Any, Tensor] = {}
+        self.taken: dict[Source, Tensor] = {}
 
-    def take(self, key: Any, tensor: Tensor) -> None:
+    def take(self, key: Source, tensor: Tensor) -> None:
         _check_finite(key, tensor)
         self.taken[key] = tensor.detach()
         self.missing.discard(key)
@@ -50,6 +39,7 @@ class _Collector:
             raise _CapturedAllError
 
 
+@torch.no_grad()
 def capture(
     model: Any, anatomy: Anatomy, sources: Collection[Source], input_ids: Tensor
 ) -> Activations:
@@ -59,45 +49,27 @@ def capture(
     padding. Each result is (batch, seq, width) in the model's dtype. Raises `FitError` naming the
     first source that is not finite.
     """
-    return capture_all(model, anatomy, sources, (), input_ids).activations
-
-
-@torch.no_grad()
-def capture_all(
-    model: Any,
-    anatomy: Anatomy,
-    sources: Collection[Source],
-    attention_inputs: Collection[int],
-    input_ids: Tensor,
-) -> Captured:
-    """As `capture`, with the inputs of some layers' attention modules beside the sources."""
-    if not sources and not attention_inputs:
-        return Captured({}, {})
-    collector = _Collector([*sources, *attention_inputs])
+    if not sources:
+        return {}
+    collector = _Collector(sources)
     require_plain(model)
     decoder = text_decoder(model)
     device = next(decoder.parameters()).device
     with ExitStack() as stack:
         for source in sources:
             stack.enter_context(_tap(model, anatomy, source, collector))
-        for layer in attention_inputs:
-            attention = attention_module(model, layer)
-            stack.enter_context(_input_tap(attention, _taker(collector, layer)))
         with suppress(_CapturedAllError):
             decoder(input_ids=input_ids.to(device), use_cache=False)
     if collector.missing:
         raise FitError(
             "every activation that the fit needs must come up in the model's forward; "
-            f"{', '.join(str(key) for key in collector.missing)} did not: the model runs its "
+            f"{', '.join(str(source) for source in collector.missing)} did not: the model runs its "
             "layers in another way than its architecture's plain implementation"
         )
-    return Captured(
-        {source: collector.taken[source] for source in sources},
-        {layer: collector.taken[layer] for layer in attention_inputs},
-    )
+    return dict(collector.taken)
 
 
-def _taker(collector: _Collector, key: Any) -> Callable[[Tensor], None]:
+def _taker(collector: _Collector, key: Source) -> Callable[[Tensor], None]:
     return lambda tensor: collector.take(key, tensor)
 
 
@@ -105,6 +77,10 @@ def _taker(collector: _Collector, key: Any) -> Callable[[Tensor], None]:
 def _tap(model: Any, anatomy: Anatomy, source: Source, collector: _Collector) -> Iterator[None]:
     take = _taker(collector, source)
     layers = text_decoder(model).layers
+    if source.kind == "inputs":
+        with _input_tap(attention_module(model, source.layer), take):
+            yield
+        return
     if source.kind == "hidden":
         if source.layer < anatomy.num_layers:
             with _input_tap(layers[source.layer], take):
@@ -144,12 +120,12 @@ def _output_tap(module: nn.Module, take: Callable[[Tensor], None]) -> Iterator[N
         handle.remove()
 
 
-def _check_finite(key: Any, tensor: Tensor) -> None:
+def _check_finite(source: Source, tensor: Tensor) -> None:
     if bool(torch.isfinite(tensor).all()):
         return
     bad = int((~torch.isfinite(tensor)).sum())
-    name = str(key) if isinstance(key, Source) else f"the attention input of layer {key}"
     raise FitError(
-        f"activations must be finite; {name} has {bad} of {tensor.numel()} values that are NaN or "
-        f"infinite ({tensor.dtype}); load the model in bfloat16 or float32, and check its weights"
+        f"activations must be finite; {source} has {bad} of {tensor.numel()} values that are NaN "
+        f"or infinite ({tensor.dtype}); load the model in bfloat16 or float32, and check its "
+        "weights"
     )

@@ -1,93 +1,169 @@
-"""What a folded cache keeps for one method: its codes."""
+"""What a folded cache keeps for one pipeline: records of an unfinished group, codes of slots."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from kvfold.methods import DepthMethod
-from kvfold.runtime.buffers import grown
+from kvfold.methods import Pipeline
+from kvfold.runtime.layer import FoldedAttention
 from kvfold.runtime.schedule import Schedule, Step
+from kvfold.runtime.slots import CodeSlots
+
+
+def code_store_needs(folds: Iterable[FoldedAttention]) -> tuple[bool, bool]:
+    """What the layers that read one pipeline need of its store: `keep` and `late`."""
+    folds = list(folds)
+    keep = any(fold.reading in ("shared", "absorbed") for fold in folds)
+    return keep, any(fold.reading == "expanded" and not fold.expands_early for fold in folds)
 
 
 class CodeStore:
-    """The codes of one method: all of them if some layer reads codes, else only the pending.
+    """One pipeline's slots on the way: made when their last token arrives, seen by schedule.
 
-    keep: whether readings need the codes themselves (`shared` or `absorbed`). Kept codes are
-    (batch, 1, tokens after the anchors, code_width) in order; pending ones are a ring of R
-    places, position p at (p - A) mod R.
+    keep: whether readings need the codes themselves (`shared` or `absorbed`); they then stay in
+    `slots`, in order. late: whether some layer expands a slot only when it becomes visible; codes
+    of slots that are not wait in the ring `pending`, slot s at s mod its size. The tokens of an
+    unfinished group (and with overlap those of the group before) are in the ring `partial`.
     """
 
-    def __init__(self, method: DepthMethod, schedule: Schedule, *, keep: bool) -> None:
-        self.method = method
+    def __init__(self, pipeline: Pipeline, schedule: Schedule, *, keep: bool, late: bool) -> None:
+        self.pipeline = pipeline
         self.schedule = schedule
         self.keep = keep
-        self.codes: Tensor | None = None
+        self.late = late
+        group = schedule.group
+        self.partial_size = group - 1 + (group if pipeline.overlap else 0)
+        self.slots = CodeSlots(pipeline.depth.code_parts, pipeline.bits)
+        self.partial: Tensor | None = None
+        self.pending: Tensor | None = None
+        self.published = False
         self.new: Tensor | None = None
 
-    def publish(self, step: Step, codes: Tensor) -> None:
-        """Take the codes of the step's columns: (batch, 1, new, code_width)."""
-        self.new = codes
-        if self.codes is None:
-            size = 0 if self.keep else self.schedule.ring_size
-            self.codes = codes.new_zeros(codes.shape[0], 1, size, codes.shape[3])
-        if self.keep and step.code_write is not None:
-            longest = max(step.after) - self.schedule.anchors
-            self.codes = grown(self.codes, 0, longest)
-            step.code_write.apply(self.codes, codes)
+    def publish(self, step: Step, records: Tensor) -> None:
+        """Take the records of the step's columns, (batch, 1, new, record_width)."""
+        self.published = True
+        if self.partial is None:
+            shape = (records.shape[0], 1, self.partial_size, records.shape[3])
+            self.partial = records.new_zeros(shape)
+        if any(step.completed):
+            self.new = self._made(step, records)
+            if self.keep:
+                needed = max(span.stop for span in step.completed)
+                self.slots.write(step.slot_write(step.completed, 0), self.new, needed)
+        write = step.token_write(self.partial_size)
+        if write is not None:
+            write.apply(self.partial, records)
+
+    def _made(self, step: Step, records: Tensor) -> Tensor:
+        """Codes of the slots that this step completes, (batch, 1, most, code_width)."""
+        group, a = self.schedule.group, self.schedule.anchors
+        lead = group if self.pipeline.overlap else 0
+        most = max(len(span) for span in step.completed)
+        spans = [
+            range(group * span.start - lead, group * (span.start + most)) for span in step.completed
+        ]
+        assert self.partial is not None
+        tokens = _collect(
+            step,
+            self.partial,
+            records,
+            spans,
+            [max(0, step.before[row] - a) for row in step.rows],
+            [a - step.after[row] + step.new for row in step.rows],
+        )
+        has_before = None
+        if lead:
+            first = torch.tensor([span.start for span in step.completed], device=records.device)
+            has_before = first[:, None] + torch.arange(most, device=records.device) > 0
+        return self.pipeline.slots(tokens[:, 0], has_before)[:, None]
+
+    def completed(self, step: Step) -> Tensor:
+        """Codes of the slots that this step made, (batch, 1, most, code_width)."""
+        assert self.new is not None
+        return self.new
 
     def exits(self, step: Step) -> Tensor:
-        """Codes of the step's exits, (batch, 1, most_exits, code_width)."""
-        ring, a = self.schedule.ring_size, self.schedule.anchors
-        assert self.codes is not None
-        if self.keep:
-            return _gather(self.codes, [list(span) for span in step.exits], step)
-        places = [
-            [
-                (slot % ring if slot + a < step.before[row] else ring + step._column(row, slot + a))
-                for slot in span
-            ]
-            for row, span in zip(step.rows, step.exits, strict=True)
-        ]
-        if all(place < ring for row in places for place in row):
-            return _gather(self.codes, places, step)
-        assert self.new is not None
-        return _gather(torch.cat([self.codes, self.new], dim=2), places, step)
+        """Codes of the slots that become visible in this step, (batch, 1, most, code_width)."""
+        self._prepare_pending()
+        assert self.pending is not None
+        made = [span.start for span in step.completed]
+        return _collect(step, self.pending, self.new, step.exits, made, [-first for first in made])
+
+    def _prepare_pending(self) -> None:
+        if self.pending is None and self.new is not None:
+            shape = (self.new.shape[0], 1, self.schedule.pending_size, self.new.shape[3])
+            self.pending = self.new.new_zeros(shape)
 
     def commit(self, step: Step) -> None:
-        """End the step: new codes join the pending ring."""
-        if not self.keep and self.codes is not None and self.new is not None:
-            write = step.pending_write
-            if write is not None:
-                write.apply(self.codes, self.new)
-        self.new = None
+        """End the step: its slots that nobody sees yet join the pending ring."""
+        if self.late and self.new is not None:
+            self._prepare_pending()
+            if step.pending_write is not None and self.pending is not None:
+                step.pending_write.apply(self.pending, self.new)
+        self.new, self.published = None, False
 
-    def select_rows(self, index: Tensor) -> None:
-        """Keep, repeat or reorder batch rows."""
-        if self.codes is not None:
-            self.codes = self.codes.index_select(0, index.to(self.codes.device))
+    def map(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by what `change` makes of it."""
+        self.partial = None if self.partial is None else change(self.partial)
+        self.pending = None if self.pending is None else change(self.pending)
+        self.slots.map(change)
 
     def copied(self) -> CodeStore:
-        """A store with codes of its own."""
-        made = CodeStore(self.method, self.schedule, keep=self.keep)
-        made.codes = None if self.codes is None else self.codes.clone()
+        """A store with tensors of its own."""
+        made = CodeStore(self.pipeline, self.schedule, keep=self.keep, late=self.late)
+        made.slots = self.slots.copied()
+        made.partial = None if self.partial is None else self.partial.clone()
+        made.pending = None if self.pending is None else self.pending.clone()
         return made
 
     def reset(self) -> None:
         """Forget everything, storage included."""
-        self.codes = self.new = None
+        self.partial = self.pending = self.new = None
+        self.published = False
+        self.slots = CodeSlots(self.pipeline.depth.code_parts, self.pipeline.bits)
 
 
-def _gather(source: Tensor, places: Sequence[Sequence[int]], step: Step) -> Tensor:
-    """source (batch, 1, places, width) at the named places of each row, padded to the longest."""
-    longest = max(len(row) for row in places)
+def _collect(
+    step: Step,
+    ring: Tensor,
+    new: Tensor | None,
+    spans: Sequence[range],
+    boundary: Sequence[int],
+    shift: Sequence[int],
+) -> Tensor:
+    """Items of each row's span, padded to the longest: (batch, 1, most, width).
+
+    Items below the row's boundary are in the ring, item i at i mod its size; the others are in
+    `new` at i + shift.
+    """
+    size = ring.shape[2]
     if step.uniform:
-        row = places[0]
-        if row[-1] - row[0] == longest - 1:
-            return source[:, :, row[0] : row[-1] + 1]
-        return source.index_select(2, torch.tensor(list(row), device=source.device))
-    padded = [list(row) + [0] * (longest - len(row)) for row in places]
-    index = torch.tensor(padded, device=source.device)[:, None, :, None]
-    return source.gather(2, index.expand(-1, 1, -1, source.shape[3]))
+        return _collect_alike(ring, new, spans[0], boundary[0], shift[0])
+    most = max(len(span) for span in spans)
+    places = [
+        [item % size if item < first else size + item + moved for item in span]
+        for span, first, moved in zip(spans, boundary, shift, strict=True)
+    ]
+    both = ring if new is None else torch.cat([ring, new], dim=2)
+    padded = [row + [0] * (most - len(row)) for row in places]
+    index = torch.tensor(padded, device=ring.device).clamp_(max=both.shape[2] - 1)
+    return both.gather(2, index[:, None, :, None].expand(-1, 1, -1, both.shape[3]))
+
+
+def _collect_alike(
+    ring: Tensor, new: Tensor | None, span: range, boundary: int, shift: int
+) -> Tensor:
+    pieces = []
+    old = [item % ring.shape[2] for item in range(span.start, min(span.stop, boundary))]
+    if old and old[-1] - old[0] == len(old) - 1:
+        pieces.append(ring[:, :, old[0] : old[-1] + 1])
+    elif old:
+        pieces.append(ring.index_select(2, torch.tensor(old, device=ring.device)))
+    fresh = range(max(span.start, boundary), span.stop)
+    if fresh:
+        assert new is not None
+        pieces.append(new[:, :, fresh.start + shift : fresh.stop + shift])
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)

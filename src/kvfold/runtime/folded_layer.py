@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.errors import CacheError
+from kvfold.methods.turboquant import TurboQuant
 from kvfold.runtime.buffers import grown
 from kvfold.runtime.layer import FoldedAttention, Rotation
 from kvfold.runtime.schedule import Schedule, Step
+from kvfold.runtime.slots import SlotStore
 
 
 class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One folded layer's exact keys and values and, where expanded, its slots.
 
     keys, values: (batch, kv_heads, A + R [+ slots], head_dim), post-norm and post-RoPE. Where
-    keys are absorbed, `rotary` (batch, kv_heads, slots, rotary_dim) holds the rotated part of
-    each slot's key and `rho` (batch, kv_heads, slots, 1) its k_norm scale.
+    slots are expanded and quantised they are in stores of their own, `slot_keys` and
+    `slot_values`. Where keys are absorbed, `rotary` (batch, kv_heads, slots, rotary_dim) holds
+    the rotated part of each slot's key and `rho` (batch, kv_heads, slots, 1) its k_norm scale.
     """
 
     is_compileable = False
@@ -32,8 +36,26 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.fold = fold
         self.schedule = schedule
         self.columns = 0
-        self.rotary: Tensor | None = None
-        self.rho: Tensor | None = None
+        self.stores = self._new_stores()
+
+    def _new_stores(self) -> dict[str, SlotStore]:
+        """Empty stores for the slots that are not in the exact keys' buffer, by name."""
+        fold, bits = self.fold, self.fold.pipeline.bits
+        head_dim, rotary_dim = fold.anatomy.head_dim, fold.anatomy.rotary_dim
+
+        def store(width: int, each: int) -> SlotStore:
+            return SlotStore(None if bits is None else TurboQuant(width, each, bits.seed))
+
+        made: dict[str, SlotStore] = {}
+        if fold.reading == "expanded" and bits is not None:
+            made["slot_keys"] = store(head_dim, bits.key_bits)
+            made["slot_values"] = store(head_dim, bits.value_bits)
+        elif fold.absorbs_keys():
+            if rotary_dim:
+                made["rotary"] = store(rotary_dim, 0 if bits is None else bits.key_bits)
+            if fold.anatomy.k_norm != "none":
+                made["rho"] = SlotStore()
+        return made
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the exact places; key_states, value_states: (batch, kv_heads, seq, dim)."""
@@ -61,37 +83,42 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             step.ring_write.apply(self.keys, keys)
             step.ring_write.apply(self.values, values)
 
-    def write_slots(self, step: Step, codes: Tensor, rotation: Rotation) -> None:
-        """Expand the step's exits: codes (batch, 1, exits, code_width)."""
+    def write_slots(
+        self, step: Step, spans: list[range], codes: Tensor, rotation: Rotation
+    ) -> None:
+        """Expand slots: codes (batch, 1, most, code_width), left-aligned; spans: which they are."""
         fixed = self.schedule.exact_size
-        needed = max(span.stop for span in step.exits)
-        if self.fold.reading == "expanded":
+        needed = max(span.stop for span in spans)
+        if self.fold.absorbs_keys():
+            self._write_rotary(step, spans, codes, rotation, needed)
+        elif self.fold.reading == "expanded":
             keys, values = self.fold.unfold(codes, rotation)
+            if "slot_keys" in self.stores:
+                write = step.slot_write(spans, 0)
+                self.stores["slot_keys"].write(write, keys, needed)
+                self.stores["slot_values"].write(write, values, needed)
+                return
             self.keys = grown(self.keys, fixed, needed)
             self.values = grown(self.values, fixed, needed)
-            write = step.slot_write(fixed)
+            write = step.slot_write(spans, fixed)
             if write is not None:
                 write.apply(self.keys, keys)
                 write.apply(self.values, values)
-        elif self.fold.absorbs_keys():
-            self._write_rotary(step, codes, rotation, needed)
 
-    def _write_rotary(self, step: Step, codes: Tensor, rotation: Rotation, needed: int) -> None:
+    def _write_rotary(
+        self, step: Step, spans: list[range], codes: Tensor, rotation: Rotation, needed: int
+    ) -> None:
         flat, _ = self.fold.method.decode(self.fold.index, codes[:, 0])
         keys = self.fold.heads(flat)
-        rho, _ = self.fold.key_scales(keys)
-        turned = self.fold.finish_keys(keys, rotation)[..., : self.fold.anatomy.rotary_dim]
-        write = step.slot_write(0)
-        if self.rotary is None:
-            self.rotary = turned[:, :, :0]
-            self.rho = None if rho is None else rho[:, :, :0]
-        self.rotary = grown(self.rotary, 0, needed)
-        if rho is not None and self.rho is not None:
-            self.rho = grown(self.rho, 0, needed)
-        if write is not None:
-            write.apply(self.rotary, turned)
-            if rho is not None and self.rho is not None:
-                write.apply(self.rho, rho)
+        write = step.slot_write(spans, 0)
+        if "rho" in self.stores:
+            rho, _ = self.fold.key_scales(keys)
+            assert rho is not None
+            self.stores["rho"].write(write, rho, needed)
+        if "rotary" in self.stores:
+            turned = self.fold.finish_keys(keys, rotation)
+            rotary = turned[..., : self.fold.anatomy.rotary_dim]
+            self.stores["rotary"].write(write, rotary, needed)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refused: only an attached model can write a folded layer."""
@@ -117,30 +144,29 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """No maximum (the name in older transformers)."""
         return -1
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that the layer owns, by component (`places` holds several)."""
-        owned = {"keys": self.keys, "values": self.values, "rotary": self.rotary, "rho": self.rho}
-        return {name: tensor for name, tensor in owned.items() if tensor is not None}
-
-    def select_rows(self, index: Tensor) -> None:
-        """Keep, repeat or reorder batch rows."""
-        for name, tensor in self.tensors().items():
-            setattr(self, name, tensor.index_select(0, index.to(tensor.device)))
+    def map(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor that the layer owns by what `change` makes of it."""
+        if self.is_initialized:
+            self.keys, self.values = change(self.keys), change(self.values)
+        for store in self.stores.values():
+            store.map(change)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beams: row i becomes row beam_idx[i]."""
-        self.select_rows(beam_idx)
+        self.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def copied(self) -> FoldedLayer:
         """A layer with tensors of its own."""
         made = FoldedLayer(self.fold, self.schedule)
         made.__dict__.update(self.__dict__)
-        for name, tensor in self.tensors().items():
-            setattr(made, name, tensor.clone())
+        made.stores = {name: store.copied() for name, store in self.stores.items()}
+        if self.is_initialized:
+            made.keys, made.values = self.keys.clone(), self.values.clone()
         return made
 
     def reset(self) -> None:
         """Forget everything, storage included."""
-        self.keys = self.values = self.rotary = self.rho = None
+        self.keys = self.values = None
+        self.stores = self._new_stores()
         self.is_initialized = False
         self.columns = 0

@@ -146,16 +146,10 @@ class DecoderForward:
         folded = attachment.plan.prefill_attention == "folded" or cache.given is not None
         new = tokens.shape[1]
         counts = [int(n) for n in tokens.sum(dim=1).tolist()]
-        step = Step(
-            attachment.schedule,
-            cache.rows or [0] * tokens.shape[0],
-            new,
-            counts,
-            folded=(folded or new == 1) and not record,
-            device=attachment.model.device,
-        )
+        steps = attachment.steps(cache, new, counts, folded=(folded or new == 1) and not record)
+        step = next(iter(steps.values()))
         _check_positions(position_ids, step)
-        attachment.open(cache, step, record=record)
+        attachment.open(cache, steps, record=record)
         done = False
         try:
             positions = step.positions.clamp_min(0)

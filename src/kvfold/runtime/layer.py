@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvfold.anatomy import Family, LayerAnatomy, k_norm_weight
-from kvfold.methods import AffineMap, DepthMethod
+from kvfold.methods import AffineMap, DepthMethod, Pipeline
+from kvfold.runtime.schedule import Schedule, Step
 
 Reading = Literal["expanded", "shared", "absorbed", "dropped"]
 
@@ -41,6 +43,70 @@ class Rotation(NamedTuple):
 
 
 @dataclass(frozen=True)
+class SlotPlaces:
+    """Where the slots of one step lie: those it made, or those that became visible in it.
+
+    place: which position among its own tokens a slot takes.
+    """
+
+    step: Step
+    made: bool
+    place: float
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal positions within a step."""
+        return self.step.schedule.group, self.made, self.place
+
+    def positions(self) -> Tensor:
+        """(rows, most slots), fractional where the place is."""
+        step = self.step
+        return step.slot_positions(step.completed if self.made else step.exits, self.place)
+
+
+@dataclass(frozen=True)
+class StoredSlots:
+    """Stored slots in order, the same in every row: numbers `slots` of a schedule's.
+
+    place: which position among its own tokens a slot takes.
+    """
+
+    schedule: Schedule
+    slots: range
+    place: float
+    device: torch.device
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal positions within a step."""
+        return self.schedule.group, self.slots, self.place
+
+    def positions(self) -> Tensor:
+        """(1, slots), fractional where the place is."""
+        numbers = torch.arange(self.slots.start, self.slots.stop, device=self.device)
+        first = self.schedule.anchors + (
+            int(self.place) if self.place == int(self.place) else self.place
+        )
+        return (self.schedule.group * numbers + first)[None]
+
+
+RotaryAt = Callable[[SlotPlaces | StoredSlots], Rotation]
+"""The rotation at the positions of some slots."""
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """A step's own queries, keys and values, post-norm and post-RoPE.
+
+    queries: (batch, heads, new, head_dim); keys, values: (batch, kv_heads, new, head_dim).
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
 class FoldedAttention:
     """A layer's static parts. The module is the model's own; only its forward is replaced."""
 
@@ -48,8 +114,28 @@ class FoldedAttention:
     module: Any
     family: Family
     anatomy: LayerAnatomy
-    method: DepthMethod
+    pipeline: Pipeline
     reading: Reading
+
+    @property
+    def method(self) -> DepthMethod:
+        """The depth method that decodes this layer's slots."""
+        return self.pipeline.depth
+
+    @property
+    def expands_early(self) -> bool:
+        """Whether a slot is expanded when it is made, not only when it becomes visible.
+
+        So it is where expanded slots take no more memory than their code would while it waits.
+        """
+        return self.pipeline.bits is not None or self.pipeline.holds_all
+
+    @property
+    def streams(self) -> bool:
+        """Whether slots are read block by block, not as part of the exact keys' buffer."""
+        return self.reading in ("shared", "absorbed") or (
+            self.reading == "expanded" and self.pipeline.bits is not None
+        )
 
     @property
     def scaling(self) -> float:
@@ -71,6 +157,10 @@ class FoldedAttention:
         if self.anatomy.k_norm != "none":
             queries = self.module.q_norm(queries)
         return rotation.turn(queries) if self.anatomy.rotary_dim else queries
+
+    def slot_bias(self) -> Tensor | None:
+        """What is added to logits of slots: (query heads,), or None."""
+        return self.pipeline.slot_bias(self.index)
 
     def unfold(self, codes: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Attention-ready keys and values of codes (batch, 1, slots, code_width)."""

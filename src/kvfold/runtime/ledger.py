@@ -1,14 +1,15 @@
 """Bytes by component: counted on a real cache, or predicted from a plan.
 
 Components: anchors and window (exact keys and values), slots (history: expanded keys and values,
-or stored codes and rotary parts), scales (k_norm scales of absorbed keys), pending (codes of
-tokens still in the window), unused (room that buffers have grown ahead), plain (layers that are
-not folded, whole or sliding) and recurrent (states of linear-attention layers).
+or stored codes and rotary parts), scales (of quantised slots, and k_norm scales of absorbed keys),
+pending (slots of tokens still in the window, and tokens of an unfinished group), unused (room that
+buffers have grown ahead), plain (layers that are not folded, whole or sliding) and recurrent
+(states of linear-attention layers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,16 @@ import torch
 from torch import Tensor
 
 from kvfold.anatomy import Anatomy, LayerAnatomy
-from kvfold.methods import DepthMethod, build_methods
+from kvfold.methods import Pipeline, build_pipelines
+from kvfold.methods.turboquant import SCALE_BYTES
 from kvfold.plan import Plan
 from kvfold.runtime.buffers import rounded
-from kvfold.runtime.layer import Reading
+from kvfold.runtime.codes import CodeStore, code_store_needs
+from kvfold.runtime.folded_layer import FoldedLayer
+from kvfold.runtime.layer import FoldedAttention
 from kvfold.runtime.reading import choose_readings
 from kvfold.runtime.schedule import Schedule
+from kvfold.runtime.slots import SlotStore
 
 if TYPE_CHECKING:
     from kvfold.runtime.cache import FoldedCache
@@ -56,18 +61,17 @@ class Ledger:
     def of_cache(cls, cache: FoldedCache) -> Ledger:
         """Count a cache's storages."""
         counted = dict.fromkeys(COMPONENTS, 0)
-        slots = max((cache.schedule.slots(seen) for seen in cache.rows), default=0)
         for index, layer in enumerate(cache.layers):
             if index in cache.folded:
-                _count_layer(counted, cache, index, slots)
+                _count_layer(counted, cache.folded_layer(index), cache.rows)
             else:
                 _count_plain(counted, layer)
-        after_anchors = max((seen - cache.schedule.anchors for seen in cache.rows), default=0)
         for store in cache.stores.values():
-            if store.codes is not None:
-                used = max(0, after_anchors) if store.keep else store.codes.shape[2]
-                history = slots if store.keep else 0
-                _split(counted, store.codes, slots=history, pending=used - history)
+            for waiting in (store.partial, store.pending):
+                if waiting is not None:
+                    counted["pending"] += waiting.untyped_storage().nbytes()
+            for part in store.slots.stores:
+                _count_slots(counted, part, store.schedule, cache.rows)
         return cls(counted)
 
 
@@ -81,23 +85,41 @@ def _split(counted: dict[str, int], tensor: Tensor, **places: int) -> None:
     counted["unused"] += total
 
 
-def _count_layer(counted: dict[str, int], cache: FoldedCache, index: int, slots: int) -> None:
-    schedule = cache.schedule
-    owned = cache.folded_layer(index).tensors()
-    expanded = cache.folded_layer(index).fold.reading == "expanded"
-    for name, tensor in owned.items():
-        if name in ("keys", "values"):
-            shown = slots if expanded else 0
+def _visible_and_waiting(schedule: Schedule, rows: Sequence[int]) -> tuple[int, int]:
+    """Slots of the longest row that queries see, and those that are made but not visible yet."""
+    visible = max((schedule.slots(seen) for seen in rows), default=0)
+    return visible, max((schedule.made(seen) for seen in rows), default=0) - visible
+
+
+def _count_layer(counted: dict[str, int], layer: FoldedLayer, rows: Sequence[int]) -> None:
+    schedule, fold = layer.schedule, layer.fold
+    visible, waiting = _visible_and_waiting(schedule, rows)
+    inside = fold.reading == "expanded" and "slot_keys" not in layer.stores
+    if layer.is_initialized:
+        for tensor in (layer.keys, layer.values):
             _split(
                 counted,
                 tensor,
                 anchors=schedule.anchors,
                 window=schedule.ring_size,
-                slots=shown,
+                slots=visible if inside else 0,
+                pending=waiting if inside and fold.expands_early else 0,
             )
-        else:
-            component = "scales" if name == "rho" else "slots"
-            _split(counted, tensor, **{component: slots})
+    for name, store in layer.stores.items():
+        _count_slots(counted, store, schedule, rows, "scales" if name == "rho" else "slots")
+
+
+def _count_slots(
+    counted: dict[str, int],
+    store: SlotStore,
+    schedule: Schedule,
+    rows: Sequence[int],
+    component: str = "slots",
+) -> None:
+    visible, waiting = _visible_and_waiting(schedule, rows)
+    for name, tensor in store.tensors().items():
+        held = "scales" if name == "scales" else component
+        _split(counted, tensor, **{held: visible, "pending": waiting})
 
 
 def _count_plain(counted: dict[str, int], layer: Any) -> None:
@@ -137,20 +159,53 @@ def predict_bytes(
     of memory. Raises `PlanError` if the plan does not fit.
     """
     with torch.device("meta"):
-        methods: list[Any] = list(build_methods(plan, anatomy))
-    readings = choose_readings(plan, methods, anatomy, element_size=element_size)
-    schedule = Schedule(plan.anchors, plan.window)
+        pipelines: list[Any] = list(build_pipelines(plan, anatomy))
+    readings = choose_readings(plan, pipelines, anatomy, element_size=element_size)
     counted = dict.fromkeys(COMPONENTS, 0)
     for layer in anatomy.layers:
         if layer.index not in readings:
             _predict_plain(counted, layer, tokens, batch, element_size)
-    unit = batch * element_size
-    for method in methods:
-        for index in method.layers:
-            layer = anatomy.layers[index]
-            _predict_layer(counted, layer, method, readings[index], schedule, tokens, unit)
-        _predict_codes(counted, method, readings, schedule, tokens, unit)
+    for pipeline in pipelines:
+        schedule = Schedule(plan.anchors, plan.window, pipeline.group)
+        rows = _Rows(schedule, tokens, batch, element_size)
+        folds = [
+            FoldedAttention(
+                index, None, anatomy.family, anatomy.layers[index], pipeline, readings[index]
+            )
+            for index in pipeline.layers
+        ]
+        for fold in folds:
+            _predict_layer(counted, fold, rows)
+        _predict_codes(counted, pipeline, folds, rows)
     return Ledger(counted)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """`batch` rows of `tokens` each, `element_size` bytes a value."""
+
+    schedule: Schedule
+    tokens: int
+    batch: int
+    element_size: int
+
+    @property
+    def visible(self) -> int:
+        return self.schedule.slots(self.tokens)
+
+    @property
+    def waiting(self) -> int:
+        return self.schedule.made(self.tokens) - self.visible
+
+    def add_slots(
+        self, counted: dict[str, int], component: str, each: int, *, early: bool = True
+    ) -> None:
+        """Count a growing buffer of slots of `each` bytes in a row."""
+        waiting = self.waiting if early else 0
+        used = self.visible + waiting
+        counted[component] += self.batch * self.visible * each
+        counted["pending"] += self.batch * waiting * each
+        counted["unused"] += self.batch * (rounded(used) - used) * each
 
 
 def _predict_plain(
@@ -163,49 +218,51 @@ def _predict_plain(
     )
 
 
-def _predict_layer(
+def _predict_layer(counted: dict[str, int], fold: FoldedAttention, rows: _Rows) -> None:
+    layer, schedule = fold.anatomy, rows.schedule
+    token = 2 * layer.kv_width * rows.element_size
+    if rows.tokens:
+        counted["anchors"] += rows.batch * schedule.anchors * token
+        counted["window"] += rows.batch * schedule.ring_size * token
+    stores = FoldedLayer(fold, schedule).stores
+    if fold.reading == "expanded" and not stores:
+        rows.add_slots(counted, "slots", token, early=fold.expands_early)
+    widths = {"rotary": layer.rotary_dim, "rho": 1}
+    for name, store in stores.items():
+        component = "scales" if name == "rho" else "slots"
+        width = widths.get(name, layer.head_dim)
+        _add_store(counted, rows, store, layer.kv_heads, width, component)
+
+
+def _add_store(
     counted: dict[str, int],
-    layer: LayerAnatomy,
-    method: DepthMethod,
-    reading: Reading,
-    schedule: Schedule,
-    tokens: int,
-    unit: int,
+    rows: _Rows,
+    store: SlotStore,
+    heads: int,
+    width: int,
+    component: str = "slots",
 ) -> None:
-    slots = schedule.slots(tokens)
-    token = 2 * layer.kv_width * unit
-    counted["anchors"] += schedule.anchors * token
-    counted["window"] += schedule.ring_size * token
-    spare = rounded(slots) - slots
-    if reading == "expanded":
-        counted["slots"] += slots * token
-        counted["unused"] += spare * token
-    absorbs_keys = (
-        reading == "absorbed"
-        and layer.rotary_dim < layer.head_dim
-        and method.affine_keys(layer.index) is not None
-    )
-    if absorbs_keys:
-        rotary = layer.kv_heads * layer.rotary_dim * unit
-        scales = layer.kv_heads * unit if layer.k_norm != "none" else 0
-        counted["slots"] += slots * rotary
-        counted["scales"] += slots * scales
-        counted["unused"] += spare * (rotary + scales)
+    if store.codec is None:
+        rows.add_slots(counted, component, heads * width * rows.element_size)
+        return
+    rows.add_slots(counted, component, heads * store.codec.row_bytes)
+    rows.add_slots(counted, "scales", heads * SCALE_BYTES)
 
 
 def _predict_codes(
-    counted: dict[str, int],
-    method: DepthMethod,
-    readings: dict[int, Reading],
-    schedule: Schedule,
-    tokens: int,
-    unit: int,
+    counted: dict[str, int], pipeline: Pipeline, folds: list[FoldedAttention], rows: _Rows
 ) -> None:
-    code = method.code_width * unit
-    if not any(readings[layer] in ("shared", "absorbed") for layer in method.layers):
-        counted["pending"] += schedule.ring_size * code
+    if pipeline.depth.code_width == 0 or rows.tokens == 0:
         return
-    slots, kept = schedule.slots(tokens), max(0, tokens - schedule.anchors)
-    counted["slots"] += slots * code
-    counted["pending"] += (kept - slots) * code
-    counted["unused"] += (rounded(kept) - kept) * code
+    keep, late = code_store_needs(folds)
+    store = CodeStore(pipeline, rows.schedule, keep=keep, late=late)
+    record = rows.batch * pipeline.record_width * rows.element_size
+    counted["pending"] += store.partial_size * record
+    if store.late and rows.schedule.made(rows.tokens):
+        waiting = rows.schedule.pending_size * pipeline.depth.code_width
+        counted["pending"] += rows.batch * waiting * rows.element_size
+    if keep and store.slots.parts:
+        for part, held in zip(store.slots.parts, store.slots.stores, strict=True):
+            _add_store(counted, rows, held, part.heads, part.width)
+    elif keep:
+        _add_store(counted, rows, store.slots.stores[0], 1, pipeline.depth.code_width)

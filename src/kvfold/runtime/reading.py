@@ -1,9 +1,9 @@
 """How each layer reads its history: expanded, shared or absorbed.
 
-expanded: regenerated keys and values are kept. shared: only codes are kept, and keys and values
-are rebuilt block by block inside attention. absorbed: attention is computed against the codes
-themselves, values always, keys outside their rotary part. A layer whose keys and values the code
-holds as they are reads them as `shared` does wherever codes are kept.
+expanded: keys and values of slots are kept, quantised where the plan has bits. shared: only codes
+are kept, and keys and values are rebuilt block by block inside attention. absorbed: attention is
+computed against the codes themselves, values always, keys outside their rotary part. A layer whose
+keys and values the code holds as they are reads them as `shared` does wherever codes are kept.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 from kvfold.anatomy import Anatomy, LayerAnatomy
 from kvfold.errors import PlanError
-from kvfold.methods import DepthMethod
+from kvfold.methods import DepthMethod, Pipeline
 from kvfold.plan import Plan
 from kvfold.runtime.layer import Reading
 
 
 def choose_readings(
     plan: Plan,
-    methods: Iterable[DepthMethod],
+    pipelines: Iterable[Pipeline],
     anatomy: Anatomy,
     *,
     free_bytes: int | None = None,
@@ -34,22 +34,21 @@ def choose_readings(
     explicit choice can't hold.
     """
     made: dict[int, Reading] = {}
-    methods = list(methods)
-    short = free_bytes is not None and _expanded_bytes(methods, anatomy, element_size) > free_bytes
-    for method in methods:
+    pipelines = list(pipelines)
+    need = _expanded_bytes(pipelines, anatomy, element_size)
+    short = free_bytes is not None and need > free_bytes
+    for pipeline in pipelines:
+        method = pipeline.depth
         layers = [anatomy.layers[index] for index in method.layers]
+        resident: Reading = (
+            _best(pipeline, layers, short=short) if plan.resident == "auto" else plan.resident
+        )
         if method.code_width == 0:
             made.update(dict.fromkeys(method.layers, "dropped"))
-        elif plan.resident == "absorbed":
+        elif resident == "absorbed":
             made.update(_absorbed(method, layers))
-        elif plan.resident == "shared":
-            made.update(dict.fromkeys(method.layers, "shared"))
-        elif plan.resident == "auto" and _pays_to_absorb(method, layers):
-            made.update(_absorbed(method, layers))
-        elif plan.resident == "auto" and short and len(method.layers) > 1:
-            made.update(dict.fromkeys(method.layers, "shared"))
         else:
-            made.update(dict.fromkeys(method.layers, "expanded"))
+            made.update(dict.fromkeys(method.layers, resident))
     rebuilding = any(reading in ("shared", "absorbed") for reading in made.values())
     if rebuilding and not anatomy.rope_is_static:
         raise PlanError(
@@ -58,6 +57,15 @@ def choose_readings(
             "use resident: expanded"
         )
     return made
+
+
+def _best(pipeline: Pipeline, layers: list[LayerAnatomy], *, short: bool) -> Reading:
+    """What `auto` means: the fastest that saves what the plan is there to save."""
+    if _pays_to_absorb(pipeline.depth, layers):
+        return "absorbed"
+    if pipeline.holds_all:
+        return "expanded"
+    return "shared" if pipeline.bits is not None or short else "expanded"
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -94,6 +102,10 @@ def _pays_to_absorb(method: DepthMethod, layers: list[LayerAnatomy]) -> bool:
     )
 
 
-def _expanded_bytes(methods: list[DepthMethod], anatomy: Anatomy, element_size: int) -> int:
-    widths = [anatomy.layers[index].kv_width for method in methods for index in method.layers]
-    return 2 * sum(widths) * element_size * anatomy.max_positions
+def _expanded_bytes(pipelines: list[Pipeline], anatomy: Anatomy, element_size: int) -> int:
+    per_token = sum(
+        2 * anatomy.layers[index].kv_width / pipeline.group
+        for pipeline in pipelines
+        for index in pipeline.layers
+    )
+    return int(per_token * element_size * anatomy.max_positions)

@@ -5,19 +5,26 @@ n - A - W) / r)`: anchors are [0, A), history is [A, b), the window is [b, n). A
 t has seen n = t + 1 tokens, its own included. Positions count a row's real tokens; pads have
 none.
 
+Slot g stands for tokens A + r*g .. A + r*g + r - 1. It is *made* when the last of them arrives and
+*visible* to queries once all of them have left the window: `made(n) = floor(max(0, n - A) / r)`,
+`slots(n) = (b(n) - A) / r`.
+
 A layer's exact keys live in one buffer: the A anchors first, then a ring of R = W + r - 1 places
 in which position p has place `A + (p - A) mod R`, then (where history is expanded) the slots in
-order. `Step` works out, once per forward and for all layers, what goes where.
+order. `Step` works out, once per forward and for all layers of one group, what goes where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,17 @@ class Schedule:
         return self.anchors + self.group * beyond.div(self.group, rounding_mode="floor")
 
     def slots(self, seen: int) -> int:
-        """How many slots n seen tokens have made."""
+        """How many slots are visible after n seen tokens."""
         return (self.folded_until(seen) - self.anchors) // self.group
+
+    def made(self, seen: int) -> int:
+        """How many slots n seen tokens have made, visible or not."""
+        return max(0, seen - self.anchors) // self.group
+
+    @property
+    def pending_size(self) -> int:
+        """The most slots that are made but not visible yet."""
+        return -(-self.window // self.group)
 
 
 @dataclass(frozen=True)
@@ -100,6 +116,14 @@ class Step:
         self.device = device
         self.uniform = len(set(self.before)) == 1 and all(count == new for count in counts)
         self.rows = range(1) if self.uniform else range(len(self.before))
+        self._remembered: dict[Hashable, Any] = {}
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once in a step: masks and writes are the same for all layers."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        made: T = self._remembered[key]
+        return made
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.long, device=self.device)
@@ -153,14 +177,15 @@ class Step:
 
     @cached_property
     def exits(self) -> list[range]:
-        """For each row the slots that this step adds."""
+        """For each row the slots that become visible in this step."""
         slots = self.schedule.slots
         return [range(slots(self.before[row]), slots(self.after[row])) for row in self.rows]
 
     @cached_property
-    def most_exits(self) -> int:
-        """The most slots that a row gets in this step."""
-        return max(len(span) for span in self.exits)
+    def completed(self) -> list[range]:
+        """For each row the slots that this step makes."""
+        made = self.schedule.made
+        return [range(made(self.before[row]), made(self.after[row])) for row in self.rows]
 
     def _column(self, row: int, position: int) -> int:
         return self.new - (self.after[row] - position)
@@ -177,42 +202,53 @@ class Step:
     @cached_property
     def ring_write(self) -> Write | None:
         """New tokens that stay exact after the step: the last R."""
-        a, ring = self.schedule.anchors, self.schedule.ring_size
-        if ring == 0:
+        return self.token_write(self.schedule.ring_size, self.schedule.anchors)
+
+    def token_write(self, size: int, offset: int = 0) -> Write | None:
+        """The last `size` tokens beyond the anchors, to a ring that begins at `offset`."""
+        if size == 0:
             return None
-        spans = [
-            range(max(a, self.before[row], self.after[row] - ring), self.after[row])
-            for row in self.rows
-        ]
-        return self._write(spans, lambda p: a + (p - a) % ring)
+        a = self.schedule.anchors
+
+        def make() -> Write | None:
+            spans = [
+                range(max(a, self.before[row], self.after[row] - size), self.after[row])
+                for row in self.rows
+            ]
+            return self._write(spans, lambda p: offset + (p - a) % size)
+
+        return self.remember(("token_write", size, offset), make)
 
     @cached_property
     def pending_write(self) -> Write | None:
-        """As `ring_write`, for a ring that has no anchors before it."""
-        write, a = self.ring_write, self.schedule.anchors
-        if write is None:
-            return None
-        target = write.target
-        if isinstance(target, slice):
-            return Write(write.source, slice(target.start - a, target.stop - a), write.rows)
-        return Write(write.source, target - a, write.rows)
+        """The step's last completed slots, left-aligned, to a ring of `pending_size` places."""
+        size = self.schedule.pending_size
+        entries = [
+            (row, slot - span.start, slot % size)
+            for row, span in zip(self.rows, self.completed, strict=True)
+            for slot in (range(max(span.start, span.stop - size), span.stop) if size else ())
+        ]
+        if not self.uniform or not entries:
+            return self._indexed(entries)
+        _, first, target = entries[0]
+        if len(entries) == entries[-1][2] - target + 1:
+            places: slice | Tensor = slice(target, target + len(entries))
+        else:
+            places = self._tensor([place for _, _, place in entries])
+        return Write(slice(first, first + len(entries)), places)
 
-    @cached_property
-    def code_write(self) -> Write | None:
-        """New tokens beyond the anchors, in order, for stores that keep every code."""
-        a = self.schedule.anchors
-        spans = [range(max(a, self.before[row]), self.after[row]) for row in self.rows]
-        return self._write(spans, lambda p: p - a)
+    def slot_write(self, spans: list[range], offset: int) -> Write | None:
+        """Slots of each row, left-aligned, to a buffer whose slots begin at `offset`.
 
-    def slot_write(self, offset: int) -> Write | None:
-        """The step's exits, left-aligned, to slots that begin at `offset` of a buffer."""
+        spans: `exits` or `completed`.
+        """
         if self.uniform:
-            span = self.exits[0]
+            span = spans[0]
             target = slice(offset + span.start, offset + span.stop)
             return Write(slice(0, len(span)), target) if span else None
         entries = [
             (row, index, offset + slot)
-            for row, span in zip(self.rows, self.exits, strict=True)
+            for row, span in zip(self.rows, spans, strict=True)
             for index, slot in enumerate(span)
         ]
         return self._indexed(entries)
@@ -241,8 +277,13 @@ class Step:
         rows, source, target = (self._tensor(column) for column in zip(*entries, strict=True))
         return Write(source, target, rows)
 
-    @cached_property
-    def exit_positions(self) -> Tensor:
-        """Position of each exit, (rows, most_exits), for group=1; padded rows run on."""
-        starts = self._tensor([self.schedule.anchors + span.start for span in self.exits])
-        return starts[:, None] + torch.arange(self.most_exits, device=self.device)
+    def slot_positions(self, spans: list[range], place: float) -> Tensor:
+        """Position of each slot, (rows, most), where `place` is that among its own tokens.
+
+        Rows with fewer slots run on. Float32 where positions are fractional.
+        """
+        first = [self.schedule.anchors + self.schedule.group * span.start for span in spans]
+        most = max(len(span) for span in spans)
+        offsets = self.schedule.group * torch.arange(most, device=self.device)
+        positions = self._tensor(first)[:, None] + offsets
+        return positions + (int(place) if place == int(place) else place)

@@ -1,7 +1,7 @@
 """An add-on: a plan's fitted methods, the base model they belong to, and how well they fit.
 
 On disk it is a folder of two files. `addon.safetensors` holds the weights by their names in the
-plan's methods. `addon.json` holds the format version, the plan, the base model's fingerprint,
+plan's pipelines. `addon.json` holds the format version, the plan, the base model's fingerprint,
 the fit report, library versions, and digests of both files; a changed byte is an error, not
 another model. Nothing in it is ever executed.
 """
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvfold.errors import AddOnError, PlanError
-from kvfold.methods import build_methods
+from kvfold.methods import build_pipelines, depth_methods
 from kvfold.plan import Plan
 from kvfold.store.fingerprint import Fingerprint
 
@@ -39,15 +39,15 @@ AGAIN = "fetch the add-on again, or fit it anew"
 class AddOn:
     """A fitted plan, ready to be attached to its base model.
 
-    plan: the plan. methods: one `DepthMethod` per entry, in the order of `build_methods`. base:
+    plan: the plan. pipelines: one `Pipeline` per code, in the order of `build_pipelines`. base:
     the model's fingerprint. report: plain data, see `kvfold.fitting.report`.
     """
 
     def __init__(
-        self, plan: Plan, methods: nn.ModuleList, base: Fingerprint, report: Mapping[str, Any]
+        self, plan: Plan, pipelines: nn.ModuleList, base: Fingerprint, report: Mapping[str, Any]
     ) -> None:
         self.plan = plan
-        self.methods = methods
+        self.pipelines = pipelines
         self.base = base
         self.report = dict(report)
 
@@ -55,19 +55,22 @@ class AddOn:
     def untrained(cls, model: Any, plan: Plan) -> AddOn:
         """The plan's methods with zero weights for a model: for plans that have no weights."""
         base = Fingerprint.of(model)
-        methods = build_methods(plan, base.anatomy)
+        pipelines = build_pipelines(plan, base.anatomy)
         reference = next(model.parameters())
-        methods.to(device=reference.device, dtype=reference.dtype).requires_grad_(False)
-        return cls(plan, methods, base, {})
+        pipelines.to(device=reference.device, dtype=reference.dtype).requires_grad_(False)
+        return cls(plan, pipelines, base, {})
 
     def __repr__(self) -> str:
         """Base model, methods and size."""
-        names = ", ".join(sorted({str(method.name) for method in self.methods})) or "nothing"
+        names = (
+            ", ".join(sorted({method.name for method in depth_methods(self.pipelines)}))
+            or "nothing"
+        )
         return f"AddOn({names} for {self.base.name!r}, {self.parameter_bytes():,} bytes)"
 
     def to(self, *args: Any, **kwargs: Any) -> AddOn:
         """Move the weights to a device or dtype, as `nn.Module.to` does; returns itself."""
-        self.methods.to(*args, **kwargs)
+        self.pipelines.to(*args, **kwargs)
         return self
 
     def check_base(self, model: Any) -> None:
@@ -76,7 +79,7 @@ class AddOn:
 
     def parameter_bytes(self) -> int:
         """Bytes of the add-on's weights."""
-        return sum(p.numel() * p.element_size() for p in self.methods.parameters())
+        return sum(p.numel() * p.element_size() for p in self.pipelines.parameters())
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the add-on to a folder, whole or not at all.
@@ -99,7 +102,7 @@ class AddOn:
             shutil.rmtree(made, ignore_errors=True)
 
     def _write(self, folder: Path) -> None:
-        weights = {name: tensor.contiguous().cpu() for name, tensor in _named(self.methods)}
+        weights = {name: tensor.contiguous().cpu() for name, tensor in _named(self.pipelines)}
         save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         description = {
             "format_version": FORMAT_VERSION,
@@ -136,17 +139,17 @@ class AddOn:
         try:
             plan = Plan.from_dict(description.get("plan"))
             with torch.device("meta"):
-                methods = build_methods(plan, base.anatomy)
+                pipelines = build_pipelines(plan, base.anatomy)
         except PlanError as error:
             raise AddOnError(f"the add-on in {folder} has no valid plan: {error}") from error
-        _load_weights(methods, folder / WEIGHTS_FILE, str(description.get("weights_sha256")))
-        methods.to(device=device, dtype=dtype).requires_grad_(False)
-        return cls(plan, methods, base, description.get("report") or {})
+        _load_weights(pipelines, folder / WEIGHTS_FILE, str(description.get("weights_sha256")))
+        pipelines.to(device=device, dtype=dtype).requires_grad_(False)
+        return cls(plan, pipelines, base, description.get("report") or {})
 
 
-def _named(methods: nn.ModuleList) -> list[tuple[str, Tensor]]:
+def _named(pipelines: nn.ModuleList) -> list[tuple[str, Tensor]]:
     """Weights by name; one that two methods share appears once."""
-    return [(name, parameter.detach()) for name, parameter in methods.named_parameters()]
+    return [(name, parameter.detach()) for name, parameter in pipelines.named_parameters()]
 
 
 def _check_replaceable(target: Path) -> None:
@@ -255,8 +258,8 @@ def _read_description(path: Path) -> dict[str, Any]:
     return description
 
 
-def _load_weights(methods: nn.ModuleList, path: Path, digest: str) -> None:
-    expected = dict(_named(methods))
+def _load_weights(pipelines: nn.ModuleList, path: Path, digest: str) -> None:
+    expected = dict(_named(pipelines))
     if not path.is_file():
         raise AddOnError(f"an add-on has a file {WEIGHTS_FILE}; {path.parent} has none; {AGAIN}")
     most = MAX_HEADER_BYTES + sum(8 * tensor.numel() for tensor in expected.values())
@@ -280,11 +283,11 @@ def _load_weights(methods: nn.ModuleList, path: Path, digest: str) -> None:
     stored = {tensor.dtype for tensor in received.values()}
     if not all(dtype.is_floating_point for dtype in stored):
         raise AddOnError(f"the tensors of {path} must be floating; got {stored}; {AGAIN}")
-    methods.to_empty(device="cpu")
+    pipelines.to_empty(device="cpu")
     if len(stored) == 1:
-        methods.to(stored.pop())
+        pipelines.to(stored.pop())
     with torch.no_grad():
-        for name, parameter in methods.named_parameters():
+        for name, parameter in pipelines.named_parameters():
             parameter.copy_(received[name])
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from kvfold.anatomy import Anatomy
 from kvfold.errors import AddOnError
-from kvfold.methods import CedMaps, Csa2Fold, build_methods
+from kvfold.methods import CedMaps, Csa2Fold, build_pipelines
 from kvfold.methods.maps import ResidualMap
 from kvfold.plan import Plan
 
@@ -44,20 +44,20 @@ _JOINED = {"wk": "keys", "wv": "values", "kproj": "keys", "vproj": "values"}
 def import_card(
     projector: Path | None, adapters: Path | None, plan: Plan, anatomy: Anatomy
 ) -> nn.ModuleList:
-    """The methods of a `ced` + `csa2` plan with the weights of the card's files.
+    """The pipelines of a `ced` + `csa2` plan with the weights of the card's files.
 
     projector, adapters: either may be None, its part then stays zero. plan: with one `ced` or
     `csa2` entry, or both, in the files' shapes (the preset `ced-csa2`). Give the result to
-    `AddOn(plan, methods, Fingerprint.of(model), {})`. Raises `AddOnError` listing which names
+    `AddOn(plan, pipelines, Fingerprint.of(model), {})`. Raises `AddOnError` listing which names
     and shapes were expected and which came, and for files with code in them.
     """
-    methods = build_methods(plan, anatomy)
+    pipelines = build_pipelines(plan, anatomy)
     if projector is not None:
-        _fill(_projector_maps(methods), read_tensors(Path(projector)), Path(projector), ())
+        _fill(_projector_maps(pipelines), read_tensors(Path(projector)), Path(projector), ())
     if adapters is not None:
-        readers, maps = _adapter_maps(methods)
+        readers, maps = _adapter_maps(pipelines)
         _fill(maps, read_tensors(Path(adapters)), Path(adapters), readers)
-    return methods.requires_grad_(False)
+    return pipelines.requires_grad_(False)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -96,8 +96,8 @@ def _flatten(data: Any, prefix: str, depth: int) -> Iterator[tuple[str, Tensor]]
             yield from _flatten(item, f"{prefix}.{index}" if prefix else str(index), depth + 1)
 
 
-def _projector_maps(methods: nn.ModuleList) -> Weights:
-    found = [module for module in methods.modules() if isinstance(module, CedMaps)]
+def _projector_maps(pipelines: nn.ModuleList) -> Weights:
+    found = [module for module in pipelines.modules() if isinstance(module, CedMaps)]
     if len(found) != 1 or len(found[0].layers) != 1:
         raise AddOnError(
             "a projector file needs a plan with one ced entry of one layer, as the preset "
@@ -112,9 +112,9 @@ def _projector_maps(methods: nn.ModuleList) -> Weights:
 
 
 def _adapter_maps(
-    methods: nn.ModuleList,
+    pipelines: nn.ModuleList,
 ) -> tuple[tuple[int, ...], Weights]:
-    found = [method for method in methods if isinstance(method, Csa2Fold)]
+    found = [module for module in pipelines.modules() if isinstance(module, Csa2Fold)]
     if len(found) != 1 or found[0].form != "separate":
         raise AddOnError(
             "an adapters file needs a plan with one csa2 entry of form 'separate', as the preset "
@@ -187,7 +187,7 @@ def _fill(
             raise AddOnError(
                 f"{name} of {path} must be recognised by its shape {list(tensor.shape)}, but "
                 f"{', '.join(part for _, _, part in matches)} of that layer all have it; import "
-                "the weights by hand into methods made by kvfold.methods.build_methods"
+                "the weights by hand into pipelines made by kvfold.methods.build_pipelines"
             )
         match = matches[0] if matches and matches[0] in left else None
         if match is None or not tensor.is_floating_point():

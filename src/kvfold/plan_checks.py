@@ -1,0 +1,187 @@
+"""Whether a plan fits a model: every rule about layers, in one place.
+
+Each check raises `PlanError` that says which rule was broken, what came and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvfold.anatomy import Anatomy
+from kvfold.errors import PlanError
+from kvfold.plan_entries import Ced, Csa2, DepthEntry, Drop, Latent, Pool, Turboquant
+
+
+class PlanLike(Protocol):
+    """What is checked of a plan."""
+
+    @property
+    def window(self) -> int:
+        """Tokens kept exact."""
+
+    @property
+    def depth(self) -> tuple[DepthEntry, ...]:
+        """The depth axis."""
+
+    @property
+    def sequence(self) -> tuple[Pool, ...]:
+        """The sequence axis."""
+
+    @property
+    def bits(self) -> tuple[Turboquant, ...]:
+        """The bits axis."""
+
+
+def check_plan(plan: PlanLike, anatomy: Anatomy) -> None:
+    """Raise `PlanError` unless the model has every layer, in the order the plan needs."""
+    for entry in plan.depth:
+        _check_layers(entry, anatomy)
+        _check_entry(entry, anatomy)
+    _check_partition(plan.depth)
+    axes: dict[str, Sequence[Pool | Turboquant]] = {"sequence": plan.sequence, "bits": plan.bits}
+    for axis, entries in axes.items():
+        for other in entries:
+            _check_layers(other, anatomy)
+        _check_axis(axis, entries, plan.depth)
+    _check_window(plan)
+
+
+def _check_window(plan: PlanLike) -> None:
+    if plan.window == 0 and any(isinstance(entry, Drop) for entry in plan.depth):
+        raise PlanError(
+            "a plan that drops the history needs a window of at least 1, or a token would not "
+            "see itself; got window=0"
+        )
+    pooled: list[Pool | Drop] = [entry for entry in plan.depth if isinstance(entry, Drop)]
+    for entry in (*plan.sequence, *pooled):
+        if entry.group > plan.window:
+            raise PlanError(
+                f"{entry.method} with group={entry.group} needs a window of at least as many "
+                "tokens, so that no token's own group is folded before the token has seen itself; "
+                f"got window={plan.window}; widen the window or make the group smaller"
+            )
+
+
+def _check_axis(
+    axis: str, entries: Sequence[Pool | Turboquant], depth: Sequence[DepthEntry]
+) -> None:
+    """Each layer in one entry of an axis; layers that share a code in the same one."""
+    owner: dict[int, int] = {}
+    for index, entry in enumerate(entries):
+        for layer in entry.layers:
+            if layer in owner:
+                raise PlanError(
+                    f"layer {layer} is in two entries of {axis}; each layer may be in one; remove "
+                    "it from the other"
+                )
+            owner[layer] = index
+    for served in depth:
+        named = [layer for layer in served.layers if layer in owner]
+        if isinstance(served, Drop) and named:
+            raise PlanError(
+                f"{axis} names layers {named}, whose history the plan drops; remove them from one"
+            )
+        shares = served.method not in ("identity", "drop")
+        if shares and len({owner.get(layer) for layer in served.layers}) > 1:
+            raise PlanError(
+                f"layers {list(served.layers)} share one {served.method} code, so {axis} must "
+                f"name all of them in one entry or none; it names {named}"
+            )
+
+
+def _check_layers(entry: DepthEntry | Pool | Turboquant, anatomy: Anatomy) -> None:
+    for layer in entry.layers:
+        if not 0 <= layer < anatomy.num_layers:
+            raise PlanError(
+                f"{entry.method} names layer {layer}, but the model has layers 0 to "
+                f"{anatomy.num_layers - 1} (numbers are 0-based)"
+            )
+        kind = anatomy.layers[layer].kind
+        if kind != "full_attention":
+            raise PlanError(
+                f"{entry.method} names layer {layer}, which is a {kind} layer; only "
+                f"full-attention layers can be folded: {list(anatomy.foldable_layers)}"
+            )
+    if len(set(entry.layers)) != len(entry.layers):
+        raise PlanError(f"{entry.method} names a layer twice: {list(entry.layers)}")
+
+
+def _check_entry(entry: DepthEntry, anatomy: Anatomy) -> None:
+    if len({anatomy.layers[layer].kv_width for layer in entry.layers}) > 1:
+        raise PlanError(
+            f"layers of one {entry.method} entry must have keys of one width; got "
+            f"{ {layer: anatomy.layers[layer].kv_width for layer in entry.layers} }"
+        )
+    split = getattr(entry, "split", None)
+    if split is not None and split > min(entry.layers):
+        raise PlanError(
+            f"{entry.method} with split={split} can only serve layers from {split} on, since "
+            f"H_{split} is the output of the first {split} layers; got layer {min(entry.layers)}"
+        )
+    if isinstance(entry, Csa2) and min(entry.readers) < max(
+        entry.source, entry.value_source if entry.value_source is not None else 0
+    ):
+        raise PlanError(
+            f"csa2 readers must come after their source {entry.source}; got {list(entry.readers)}"
+        )
+    if isinstance(entry, Latent):
+        _check_rank(entry, anatomy)
+
+
+def _check_rank(entry: Latent, anatomy: Anatomy) -> None:
+    width = sum(anatomy.layers[layer].kv_width for layer in entry.layers)
+    both = entry.value_rank is None
+    if entry.split is not None:
+        most = min(anatomy.hidden_size, 2 * width if both else width)
+    else:
+        most = 2 * width if both else width
+    for name, rank in (("rank", entry.rank), ("value_rank", entry.value_rank)):
+        if rank is not None and rank > most:
+            raise PlanError(
+                f"latent {name} must be at most {most}, the number of values that its input and "
+                f"layers have; got {rank}; lower it"
+            )
+
+
+def _check_partition(depth: tuple[DepthEntry, ...]) -> None:
+    """Each layer's history comes from one place; ced may feed csa2 sources, and then only those."""
+    sources = {
+        layer
+        for entry in depth
+        if isinstance(entry, Csa2)
+        for layer in set(entry.layers) - set(entry.readers)
+    }
+    feeding = {i for i, e in enumerate(depth) if isinstance(e, Ced) and sources & set(e.layers)}
+    served = [layer for index in sorted(feeding) for layer in depth[index].layers]
+    if len(set(served)) != len(served):
+        raise PlanError(
+            f"each csa2 source may be fed by one ced entry; got {served} from several; keep one"
+        )
+    for index in feeding:
+        _check_feeding(set(depth[index].layers), sources, depth)
+    owner: dict[int, str] = {}
+    for index, entry in enumerate(depth):
+        for layer in entry.layers if index not in feeding else ():
+            if layer in owner:
+                raise PlanError(
+                    f"layer {layer} is in two entries ({owner[layer]} and {entry.method}); each "
+                    "layer's history must come from one place"
+                )
+            owner[layer] = entry.method
+
+
+def _check_feeding(served: set[int], sources: set[int], depth: tuple[DepthEntry, ...]) -> None:
+    """A ced entry that feeds a csa2 source serves sources only, and all of that csa2's."""
+    if served - sources:
+        raise PlanError(
+            f"a ced entry that feeds a csa2 source must serve csa2 sources only; layers "
+            f"{sorted(served - sources)} are none; put them in an entry of their own"
+        )
+    for entry in depth:
+        own = set(entry.layers) - set(entry.readers) if isinstance(entry, Csa2) else set()
+        if own & served and own - served:
+            raise PlanError(
+                f"a ced entry that feeds a csa2 source must serve all of its sources "
+                f"{sorted(own)}; got {sorted(served)}"
+            )
