@@ -184,7 +184,7 @@ def test_k8v4_stores_six_bits_a_value_on_the_cards_heads(card_shape):
 def test_pool_takes_four_tokens_a_slot_in_every_attention_layer(smollm2_shape):
     plan = preset("pool", smollm2_shape)
     (entry,) = plan.sequence
-    assert (entry.group, entry.gate, entry.mass_bias) == (4, "head", False)
+    assert (entry.group, entry.gate, entry.mass_bias) == (4, "channel", True)
     assert entry.layers == smollm2_shape.foldable_layers
     assert (plan.depth, plan.bits) == ((), ())
 

@@ -32,6 +32,10 @@ SLACK = 1e-9
 """Relative; a budget that was computed from a plan is met by that plan in spite of rounding."""
 
 
+POOL_GATE: Mapping[str, Any] = MappingProxyType({"gate": "channel", "mass_bias": True})
+"""The best of the gate forms that were measured (results/axes)."""
+
+
 @dataclass(frozen=True)
 class Rung:
     """One way to compose the axes, over every full-attention layer.
@@ -53,8 +57,8 @@ LADDERS: Mapping[str, tuple[Rung, ...]] = MappingProxyType(
         "dense": (
             Rung(bits=(8, 8)),
             Rung(bits=(8, 4)),
-            Rung(layers_per_code=5, most_times_smaller=4),
             Rung(layers_per_code=5, bits=(8, 8), most_times_smaller=16),
+            Rung(layers_per_code=5, bits=(6, 6), most_times_smaller=24),
             Rung(layers_per_code=5, bits=(4, 4), most_times_smaller=32),
             Rung(layers_per_code=5, tokens_per_slot=4, bits=(8, 8), most_times_smaller=64),
         ),
@@ -152,10 +156,11 @@ def _compose(rung: Rung, anatomy: Anatomy, budget: float) -> Plan | None:
     axes: dict[str, Any] = {}
     if rung.layers_per_code is not None:
         axes["depth"] = _latent_entries(rung, layers, anatomy, budget)
+        axes["resident"] = "shared"  # or regenerated keys and values would take what was saved
         if axes["depth"] is None:
             return None
     if rung.tokens_per_slot > 1:
-        pool = {"group": rung.tokens_per_slot, "gate": "head", "mass_bias": False}
+        pool = {"group": rung.tokens_per_slot, **POOL_GATE}
         axes["sequence"] = [{"method": "pool", "layers": layers, **pool}]
     if rung.bits is not None:
         bits = dict(zip(("key_bits", "value_bits"), rung.bits, strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvfold.anatomy import Anatomy
 from kvfold.budget import history_bytes, plain_history_bytes
-from kvfold.plan import Ced, Csa2, DepthEntry, Drop, Latent, Plan, Pool, Turboquant
+from kvfold.plan import Ced, Csa2, DepthEntry, Latent, Plan, Pool, Turboquant
 
 
 def describe(plan: Plan, anatomy: Anatomy) -> str:
@@ -27,11 +27,12 @@ def describe(plan: Plan, anatomy: Anatomy) -> str:
 
 
 def _depth(plan: Plan, anatomy: Anatomy) -> Iterable[str]:
-    """One phrase for all entries of a method; identity says nothing that is not so anyway."""
+    """One phrase for all entries of a method; identity says nothing where another axis acts."""
     entries: dict[str, list[DepthEntry]] = {}
     for entry in plan.depth:
         entries.setdefault(entry.method, []).append(entry)
     for method, alike in entries.items():
+        count = sum(len(entry.layers) for entry in alike)
         if method == "latent":
             yield _latent([entry for entry in alike if isinstance(entry, Latent)], anatomy)
         elif method == "csa2":
@@ -39,14 +40,13 @@ def _depth(plan: Plan, anatomy: Anatomy) -> Iterable[str]:
             yield f"csa2 ({' and '.join(sorted(forms))}), {_groups(alike)}"
         elif method == "ced":
             splits = {entry.split for entry in alike if isinstance(entry, Ced)}
-            count = sum(len(entry.layers) for entry in alike)
-            yield f"ced, {_layers(count)} from {_joined([f'H_{split}' for split in splits])}"
+            yield f"ced, {_layers(count)} from {_states(splits)}"
         elif method == "drop":
-            count = sum(len(entry.layers) for entry in alike if isinstance(entry, Drop))
             yield f"history of {_layers(count)} dropped"
-    kept = sum(len(entry.layers) for entry in entries.get("identity", []))
-    if kept and not plan.sequence and not plan.bits:
-        yield f"own keys and values of {_layers(kept)}"
+        elif method != "identity":
+            yield f"{method}, {_groups(alike)}"
+        elif not plan.sequence and not plan.bits:
+            yield f"own keys and values of {_layers(count)}"
 
 
 def _latent(entries: Sequence[Latent], anatomy: Anatomy) -> str:
@@ -55,7 +55,7 @@ def _latent(entries: Sequence[Latent], anatomy: Anatomy) -> str:
     ranks = sorted(set(codes))
     rank = f"rank {ranks[0]:,}" if len(ranks) == 1 else f"ranks {ranks[0]:,} to {ranks[-1]:,}"
     splits = {entry.split for entry in entries if entry.split is not None}
-    source = f" from {_joined([f'H_{split}' for split in splits])}" if splits else ""
+    source = f" from {_states(splits)}" if splits else ""
     return f"latent{source}, {_groups(entries)}, {rank} ({width / sum(codes):.1f}x)"
 
 
@@ -93,6 +93,10 @@ def _groups(entries: Sequence[DepthEntry]) -> str:
         f"{sizes.count(size)} group{'s' * (sizes.count(size) > 1)} of {size}" for size in kinds
     ]
     return f"{_joined(counts)} layer{'s' * (kinds[-1] > 1)}"
+
+
+def _states(splits: Iterable[int]) -> str:
+    return _joined(f"H_{split}" for split in sorted(splits))
 
 
 def _layers(count: int) -> str:

@@ -111,17 +111,17 @@ class Pool(Frozen):
     """`group` consecutive tokens of the history become one slot, a learned weighted average.
 
     gate: what weighs the tokens: `token`, one score a token (the second card's form); `head`, one
-    a kv head, for keys and values apart; `channel`, one a channel, through `gate_rank` values;
-    `mean`, none: all alike. overlap: a slot may also draw on the group before its own. mass_bias:
-    logits of slots get a learned bias per query head, since a slot stands for several tokens.
-    position: which of its tokens' positions a slot takes.
+    a kv head, for keys and values apart; `channel`, one a channel: its head's and a part of its
+    own through `gate_rank` values; `mean`, none: all alike. overlap: a slot may also draw on the
+    group before its own. mass_bias: logits of slots get a learned bias per query head, since a
+    slot stands for several tokens. position: which of its tokens' positions a slot takes.
     """
 
     method: Literal["pool"] = "pool"
     layers: Layers
     group: Group = 4
     gate: Literal["mean", "token", "head", "channel"] = "token"
-    gate_rank: Annotated[StrictInt, Field(ge=1, le=2**16)] = 16
+    gate_rank: Annotated[StrictInt, Field(ge=1, le=2**16)] = 32
     overlap: bool = False
     mass_bias: bool = True
     position: Literal["mean", "first", "last"] = "mean"

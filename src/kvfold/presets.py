@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvfold.anatomy import Anatomy
-from kvfold.budget import layer_groups, plan_for_budget
+from kvfold.budget import POOL_GATE, layer_groups, plan_for_budget
 from kvfold.errors import PlanError
 from kvfold.plan import Plan
 
@@ -35,9 +35,6 @@ BALANCED_TIMES_SMALLER_HYBRID = 6
 RANK_MULTIPLE = 16
 
 POOL_GROUP = 4
-POOL_GATE = "head"
-"""With slots of 4 tokens, one score a head for keys and values apart did best of all gates."""
-POOL_MASS_BIAS = False
 
 CARD_LAYERS = 32
 CARD_ATTENTION_LAYERS = tuple(range(3, 32, 4))
@@ -153,7 +150,7 @@ def _pool(anatomy: Anatomy) -> Plan:
     """Every attention layer's tokens pooled to slots."""
     layers = list(anatomy.foldable_layers)
     _require(layers, "pool", "the model", at_least=1)
-    entry = {"group": POOL_GROUP, "gate": POOL_GATE, "mass_bias": POOL_MASS_BIAS}
+    entry = {"group": POOL_GROUP, **POOL_GATE}
     return Plan.from_dict({"sequence": [{"method": "pool", "layers": layers, **entry}]})
 
 

@@ -14,6 +14,9 @@ from kvfold.runtime.attach import attach
 
 LOGITS_TOLERANCE = 1e-5
 """The identity plan against the plain model, in float32."""
+HYBRID_TOLERANCE = 3e-5
+"""The same where the model has Gated DeltaNet layers, which amplify rounding: in float32 the plain
+tiny model is 6e-5 away from itself in float64, where a Llama is 1e-6 away."""
 
 
 @pytest.mark.parametrize("prefill", ["folded", "exact"])
@@ -30,7 +33,9 @@ def test_identity_gives_the_plain_logits_and_tokens(
         folded = made.run(ids, attachment.new_cache())
         again = made.model.generate(ids, **options)
     scale = plain.abs().max().item()
-    torch.testing.assert_close(folded / scale, plain / scale, atol=LOGITS_TOLERANCE, rtol=0)
+    hybrid = any(layer.kind == "linear_attention" for layer in made.anatomy.layers)
+    tolerance = HYBRID_TOLERANCE if hybrid else LOGITS_TOLERANCE
+    torch.testing.assert_close(folded / scale, plain / scale, atol=tolerance, rtol=0)
     assert torch.equal(text, again)
 
 

@@ -30,7 +30,9 @@ from kvfold.runtime.ledger import COMPONENTS as PARTS
 COMPONENTS = {"anchors": 1_000, "window": 600_000, "slots": 23_000_000, "plain": 47_200_000}
 MEMORY = Memory(4096, COMPONENTS, 70_801_000, 95_000_000, 188_700_000)
 WEIGHTY = Memory(4096, COMPONENTS, 70_801_000, 95_000_000, 188_700_000, addon_bytes=13_270_000)
-WIDEST = Memory(131_072, dict.fromkeys(set(PARTS) - {"unused"}, 99_949_999), *[999_499_999] * 3, 999_499_999)
+WIDEST = Memory(
+    131_072, dict.fromkeys(set(PARTS) - {"unused"}, 99_949_999), *[999_499_999] * 3, 999_499_999
+)
 """The widest figures of every column but the name's."""
 
 

@@ -79,7 +79,9 @@ def test_slots_that_equal_the_keys_give_causal_attention():
 )  # fmt: skip
 def test_every_position_up_to_its_own_is_seen_exactly_once(anchors, window, group, tokens):
     slots = max(0, tokens - anchors) // group
-    mask = reference_mask(tokens, tokens, slots, anchors=anchors, window=window, group=group)
+    mask = reference_mask(
+        torch.arange(tokens), tokens, slots, anchors=anchors, window=window, group=group
+    )
     covers = torch.zeros(slots, tokens, dtype=torch.long)
     for slot in range(slots):
         covers[slot, anchors + group * slot : anchors + group * (slot + 1)] = 1
@@ -88,6 +90,6 @@ def test_every_position_up_to_its_own_is_seen_exactly_once(anchors, window, grou
 
 
 def test_window_swings_as_the_second_card_says():
-    mask = reference_mask(1, 301, 80, anchors=0, window=128, group=4)
+    mask = reference_mask(torch.tensor([300]), 301, 80, anchors=0, window=128, group=4)
     assert int(mask[0, 301:].sum()) == 43
     assert int(mask[0, :301].sum()) == 129

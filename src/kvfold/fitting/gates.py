@@ -40,9 +40,10 @@ class GateSettings:
     """How gates are trained.
 
     steps: of Adam. moves: how many of them use one row of the text, with new queries each, since
-    the model's forward costs several times as much as a step. learning_rate: at its highest, warmed up over the
-    first tenth and then lowered along a cosine. queries: drawn a step. windows: window sizes that
-    steps take in turn, beside the plan's own; () for that alone. seed: of all draws.
+    the model's forward costs several times as much as a step. learning_rate: at its highest,
+    warmed up over the first tenth and then lowered along a cosine. queries: drawn a step. windows:
+    window sizes that steps take in turn, beside the plan's own; () for that alone. seed: of all
+    draws.
     """
 
     steps: int = 128

@@ -28,8 +28,9 @@ class PoolGate(nn.Module):
     parts: of the code. hidden_size: of what tokens are scored by. query_heads: of each layer that
     reads the slots. group: r. gate: `mean` (no score), `token` (one score), `head` (one for each
     head of each part) or `channel` (one for each value: its head's, and a part of its own through
-    `gate_rank` values). overlap: a slot is `(1 - m) * own average + m * average of the group before`, with a learned m that starts
-    at 0. mass_bias: whether each query head of each layer has a learned bias on slots.
+    `gate_rank` values). overlap: a slot is `(1 - m) * own average + m * average of the group
+    before`, with a learned m that starts at 0. mass_bias: whether each query head of each layer
+    has a learned bias on slots.
     """
 
     def __init__(
@@ -121,7 +122,9 @@ class PoolGate(nn.Module):
             return codes.mean(dim=2)
         logits = scores
         if self.expand is not None:
-            logits = self._widened(scores[..., : self.heads]) + self.expand(scores[..., self.heads :])
+            logits = self._widened(scores[..., : self.heads]) + self.expand(
+                scores[..., self.heads :]
+            )
         logits = logits + ape
         work = torch.float32 if logits.element_size() < 4 else logits.dtype
         weights = torch.softmax(logits, dim=2, dtype=work).to(codes.dtype)

@@ -31,7 +31,7 @@ DENSE_WIDTH = 256
 """Up to here one matrix product is the fastest rotation; above, products by factors are."""
 FACTOR_BITS = 6
 """A Hadamard factor is at most 2**FACTOR_BITS wide."""
-PLANES = (4, 2, 1)
+PLANES = (8, 4, 2, 1)
 """Codes are cut into fields of so many bits, low bits first, that fill whole bytes."""
 SCALE_BYTES = 2
 UNIFORM_BITS = 8
@@ -76,11 +76,11 @@ class TurboQuant:
     seed: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in range(1, 9):
+        if not _is_whole(self.bits) or not 1 <= self.bits <= 8:
             raise PlanError(
                 f"bits must be a whole number from 1 to 8; {self.bits!r} came; choose one of those"
             )
-        if isinstance(self.width, bool) or not isinstance(self.width, int) or self.width < 1:
+        if not _is_whole(self.width) or self.width < 1:
             raise PlanError(
                 f"a vector's width must be a whole number, at least 1; {self.width!r} came; give "
                 "the number of values that share a scale"
@@ -92,8 +92,6 @@ class TurboQuant:
 
         Other widths round each field of `PLANES` up to whole bytes.
         """
-        if self.bits == UNIFORM_BITS:
-            return self.width
         return sum(_plane_bytes(self.width, plane) for plane in _planes(self.bits))
 
     @property
@@ -208,7 +206,7 @@ class TurboQuant:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (..., width), uint8 below 2**bits, to rows of bytes; bits: 1 to 7.
+    """Codes (..., width), uint8 below 2**bits, to rows of bytes (..., row_bytes).
 
     Codes are cut into fields as in `PLANES`. A field of p bits takes n = ceil(width * p / 8)
     bytes; byte j holds, from its low bits on, the field of values j, j + n, j + 2n, ... Reading a
@@ -247,6 +245,10 @@ def _planes(bits: int) -> tuple[int, ...]:
 
 def _plane_bytes(width: int, plane: int) -> int:
     return -(-width * plane // 8)
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def _math_dtype(dtype: torch.dtype) -> torch.dtype:

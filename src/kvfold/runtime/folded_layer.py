@@ -15,6 +15,12 @@ from kvfold.runtime.layer import FoldedAttention, Rotation
 from kvfold.runtime.schedule import Schedule, Step
 from kvfold.runtime.slots import SlotStore
 
+Turn = Callable[[Tensor], Tensor]
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
 
 class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One folded layer's exact keys and values and, where expanded, its slots.
@@ -119,6 +125,27 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             turned = self.fold.finish_keys(keys, rotation)
             rotary = turned[..., : self.fold.anatomy.rotary_dim]
             self.stores["rotary"].write(write, rotary, needed)
+
+    def rotations(self, *, quantised: bool) -> tuple[Turn, Turn]:
+        """What turns vectors into the basis of quantised slots and back; nothing if there are none.
+
+        Keys and values have the same rotation, which depends on width and seed only.
+        """
+        store = self.stores.get("slot_keys") if quantised else None
+        if store is None or store.codec is None:
+            return _as_it_is, _as_it_is
+        return store.codec.rotate, store.codec.unrotate
+
+    def visible_slots(self, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first slots, (batch, kv_heads, count, head_dim).
+
+        Quantised ones are decoded in their rotated basis.
+        """
+        if count and "slot_keys" in self.stores:
+            keys, values = self.stores["slot_keys"], self.stores["slot_values"]
+            return keys.read_rotated(slice(0, count)), values.read_rotated(slice(0, count))
+        shown = slice(self.schedule.exact_size, self.schedule.exact_size + count)
+        return self.keys[:, :, shown], self.values[:, :, shown]
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refused: only an attached model can write a folded layer."""

@@ -131,13 +131,6 @@ class FoldedAttention:
         return self.pipeline.bits is not None or self.pipeline.holds_all
 
     @property
-    def streams(self) -> bool:
-        """Whether slots are read block by block, not as part of the exact keys' buffer."""
-        return self.reading in ("shared", "absorbed") or (
-            self.reading == "expanded" and self.pipeline.bits is not None
-        )
-
-    @property
     def scaling(self) -> float:
         """What logits are multiplied by."""
         return float(self.module.scaling)

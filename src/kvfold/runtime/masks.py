@@ -133,11 +133,14 @@ def grouped_mask(
     return step.remember(("grouped", block.start, block.stop, kind, places, repeat), make)
 
 
-def with_slot_bias(mask: Tensor, bias: Tensor | None, slots: int, step: Step) -> Tensor:
+def with_slot_bias(
+    mask: Tensor, bias: Tensor | None, slots: int, step: Step, *, key: tuple[int, ...] = ()
+) -> Tensor:
     """The mask of a layer whose last `slots` places are slots with a logit bias.
 
-    mask: one that `step` remembers. bias: (query heads,) or None, which leaves the mask boolean.
-    Else the result is what is added to logits, (rows, heads, queries, places) in the bias's dtype.
+    mask: the same for all layers of `step`, which `key` tells from its others. bias: (query
+    heads,) or None, which leaves the mask boolean. Else the result is what is added to logits,
+    (rows, heads, queries, places) in the bias's dtype.
     """
     if bias is None or slots == 0:
         return mask
@@ -146,7 +149,7 @@ def with_slot_bias(mask: Tensor, bias: Tensor | None, slots: int, step: Step) ->
         zero = torch.zeros((), dtype=bias.dtype, device=bias.device)
         return torch.where(mask, zero, -torch.inf)
 
-    base = step.remember(("additive", id(mask), bias.dtype), make)
+    base = step.remember(("additive", *key, bias.dtype), make)
     added = base.repeat(1, bias.shape[0], 1, 1)
     added[..., mask.shape[-1] - slots :] += bias[None, :, None, None]
     return added

@@ -4,6 +4,8 @@
 // once, so the history is read as codes and never written as floats. The layout of codes is that
 // of kvfold.methods.turboquant.pack; at 8 bits they are signed bytes.
 //
+// One file, though long, so that one compiler call makes it and one hash names it.
+//
 // Plain C++17 and vector extensions of GCC and Clang. What a wider instruction set adds is the
 // lookup of levels; elsewhere the portable loops below do the same.
 
@@ -137,7 +139,7 @@ inline void unpack_row(const std::uint8_t* row, Index width, std::uint8_t* codes
     if constexpr (BITS & 1) unpack_plane<1>(row, (width + 7) / 8, shift, codes);
 }
 
-// LANES signed bytes as floats, and LANES unsigned bytes as levels.
+// LANES signed bytes as floats; LANES codes as levels, or those in a field of LANES bytes.
 #if defined(__AVX512F__)
 inline __m128i bytes_at(const void* from) { return _mm_loadu_si128((const __m128i*)from); }
 
@@ -170,11 +172,9 @@ struct Lookup {
     Vector operator()(const std::uint8_t* codes) const {
         return (*this)(_mm512_cvtepu8_epi32(bytes_at(codes)));
     }
-    // Of bytes that hold two codes each; only the low four bits of an index count.
-    void halves(const std::uint8_t* bytes, float* low, float* high) const {
-        const __m512i both = _mm512_cvtepu8_epi32(bytes_at(bytes));
-        store(low, (*this)(both));
-        store(high, (*this)(_mm512_srli_epi32(both, 4)));
+    Vector field(const std::uint8_t* bytes, int shift) const {
+        const __m512i word = _mm512_srli_epi32(_mm512_cvtepu8_epi32(bytes_at(bytes)), shift);
+        return (*this)(_mm512_and_si512(word, _mm512_set1_epi32((1 << BITS) - 1)));
     }
 };
 #elif defined(__AVX2__)
@@ -203,10 +203,9 @@ struct Lookup {
     Vector operator()(const std::uint8_t* codes) const {
         return (*this)(_mm256_cvtepu8_epi32(bytes_at(codes)));
     }
-    void halves(const std::uint8_t* bytes, float* low, float* high) const {
-        const __m256i both = _mm256_cvtepu8_epi32(bytes_at(bytes));
-        store(low, (*this)(both));
-        store(high, (*this)(_mm256_srli_epi32(both, 4)));
+    Vector field(const std::uint8_t* bytes, int shift) const {
+        const __m256i word = _mm256_srli_epi32(_mm256_cvtepu8_epi32(bytes_at(bytes)), shift);
+        return (*this)(_mm256_and_si256(word, _mm256_set1_epi32((1 << BITS) - 1)));
     }
 };
 #else
@@ -227,9 +226,11 @@ struct Lookup {
         UNROLL for (int lane = 0; lane < LANES; lane++) made[lane] = levels[codes[lane]];
         return made;
     }
-    void halves(const std::uint8_t* bytes, float* low, float* high) const {
-        UNROLL for (int lane = 0; lane < LANES; lane++) low[lane] = levels[bytes[lane] & 15];
-        UNROLL for (int lane = 0; lane < LANES; lane++) high[lane] = levels[bytes[lane] >> 4];
+    Vector field(const std::uint8_t* bytes, int shift) const {
+        Vector made;
+        UNROLL for (int lane = 0; lane < LANES; lane++)
+            made[lane] = levels[bytes[lane] >> shift & ((1 << BITS) - 1)];
+        return made;
     }
 };
 #endif
@@ -270,12 +271,15 @@ template <int BITS>
 void unpack_levels(const Slots& slots, const std::uint8_t* rows, int count, std::uint8_t* scratch,
                    float* values) {
     const Lookup<BITS> lookup(slots.levels);
-    const Index padded = slots.padded(), half = slots.width / 2;
-    if (BITS == 4 && slots.width % (2 * LANES) == 0) {
+    constexpr int FIELDS = 8 / BITS;
+    const Index padded = slots.padded(), bytes = slots.width / FIELDS;
+    if (8 % BITS == 0 && slots.width % (FIELDS * LANES) == 0) {
         for (int i = 0; i < count; i++) {
             const std::uint8_t* from = rows + i * slots.code_slot;
             float* to = values + i * padded;
-            for (Index j = 0; j < half; j += LANES) lookup.halves(from + j, to + j, to + half + j);
+            for (Index j = 0; j < bytes; j += LANES)
+                UNROLL for (int k = 0; k < FIELDS; k++)
+                    store(to + k * bytes + j, lookup.field(from + j, k * BITS));
         }
         return;
     }
