@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from kvfold.anatomy import anatomy
 from kvfold.evaluation.candidates import with_plan
 from kvfold.evaluation.environment import environment
+from kvfold.evaluation.peak import peak_memory
 from kvfold.evaluation.report import write_json
 from kvfold.evaluation.speed import SpeedSettings, measure_speed
 from kvfold.fitting.corpus import load_text, token_windows
@@ -45,10 +45,9 @@ def fit_cost(model: Any, plan: Plan, tokens: torch.Tensor) -> dict[str, Any]:
     ratios, peaks, solving = [], [], []
     for _ in range(REPEATS):
         before = _plain_rate(model, tokens)
-        _reset_peak()
-        resident = psutil.Process().memory_info().rss
-        addon = fit(model, plan, tokens, progress=False)
-        peaks.append((_peak() - resident) / 2**20)
+        with peak_memory(model.device) as peak:
+            addon = fit(model, plan, tokens, progress=False)
+        peaks.append((peak.above_start or 0) / 2**20)
         after = _plain_rate(model, tokens)
         ratios.append(addon.report["fit"]["tokens_per_second"] / ((before + after) / 2))
         solving.append(addon.report["fit"]["solve_seconds"])
@@ -66,16 +65,6 @@ def _plain_rate(model: Any, tokens: torch.Tensor) -> float:
     for ids in torch.split(tokens, 2):
         plain_hidden_states(model, ids)
     return tokens.numel() / (time.perf_counter() - start)
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _peak() -> int:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def main() -> None:

@@ -150,13 +150,12 @@ def test_whole_model_presets_compose_depth_and_bits_as_the_table_says(smollm2_sh
     dense = {times: preset(times, smollm2_shape) for times in ("4x", "8x", "16x")}
     for plan in dense.values():
         assert [len(entry.layers) for entry in plan.depth] == [5] * 6
-    assert dense["4x"].bits == ()
-    assert {entry.rank for entry in dense["4x"].depth} == {480}
-    assert [dense[times].bits[0].key_bits for times in ("8x", "16x")] == [8, 8]
+    assert [dense[times].bits[0].key_bits for times in dense] == [8, 5, 5]
+    assert {plan.resident for plan in dense.values()} == {"shared"}
     hybrid = {times: preset(times, card_shape) for times in ("4x", "8x", "16x")}
     for plan in hybrid.values():
         assert [len(entry.layers) for entry in plan.depth] == [4, 4]
-    assert [hybrid[times].bits[0].key_bits for times in hybrid] == [8, 8, 4]
+    assert [hybrid[times].bits[0].key_bits for times in hybrid] == [8, 5, 5]
 
 
 @pytest.mark.parametrize(

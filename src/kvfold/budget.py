@@ -57,16 +57,15 @@ LADDERS: Mapping[str, tuple[Rung, ...]] = MappingProxyType(
         "dense": (
             Rung(bits=(8, 8)),
             Rung(bits=(8, 4)),
-            Rung(layers_per_code=5, bits=(8, 8), most_times_smaller=16),
-            Rung(layers_per_code=5, bits=(6, 6), most_times_smaller=24),
-            Rung(layers_per_code=5, bits=(4, 4), most_times_smaller=32),
+            Rung(layers_per_code=5, bits=(8, 8), most_times_smaller=5),
+            Rung(layers_per_code=5, bits=(5, 5), most_times_smaller=32),
             Rung(layers_per_code=5, tokens_per_slot=4, bits=(8, 8), most_times_smaller=64),
         ),
         "hybrid": (
             Rung(bits=(8, 8)),
             Rung(bits=(8, 4)),
-            Rung(layers_per_code=4, bits=(8, 8), most_times_smaller=8),
-            Rung(layers_per_code=4, bits=(4, 4), most_times_smaller=32),
+            Rung(layers_per_code=4, bits=(8, 8), most_times_smaller=5),
+            Rung(layers_per_code=4, bits=(5, 5), most_times_smaller=32),
             Rung(layers_per_code=4, tokens_per_slot=4, bits=(8, 8), most_times_smaller=64),
         ),
     }
@@ -74,9 +73,12 @@ LADDERS: Mapping[str, tuple[Rung, ...]] = MappingProxyType(
 """What budgets and the presets 4x, 8x and 16x are composed of, best quality first.
 
 Dense: models where every layer attends or slides; hybrid: those with recurrent layers, whose few
-attention layers differ more. The order and the limits are a guess to start from; all that was
-measured so far is that latent codes of groups of 5 layers keep SmolLM2's perplexity at 8 times
-smaller without bits (results/depth).
+attention layers differ more. Measured on SmolLM2 (three windows of 1,024 tokens of WikiText-2 test,
+window 128, codes of groups of 5 fitted on 24,576 tokens; perplexity, KL; base 20.13): 8 times
+smaller in 5 bits 20.13, .0034, in 8 bits 20.18, .0064, with no bits 20.56, .0318; 16 times in 5
+bits 20.23, .0136, in 6 bits 20.28, .0171, in 4 bits 20.41, .0148, in 8 bits 20.57, .0321. So a
+higher rank in fewer bits is better, down to 5. That hybrids take the same is a guess: no trained
+one was at hand.
 """
 
 

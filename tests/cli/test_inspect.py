@@ -95,7 +95,7 @@ def test_a_budget_is_one_more_row_with_what_it_picked(run, folder, budget):
     assert max(map(len, shown.output.splitlines())) <= 100
     report = json.loads(run("inspect", folder("llama"), *budget, "--json").output)
     made = report["plans"]["your budget"]
-    assert made["description"].endswith("codes in 8 bits: 90 bytes a token, 8.5x smaller")
+    assert made["description"].endswith("codes in 5 bits: 92 bytes a token, 8.3x smaller")
     assert made["description"] in " ".join(shown.output.split())
     assert made["plan"] == report["plans"]["8x"]["plan"]
 

@@ -259,11 +259,14 @@ Tensors are float64, but the norms of most models and the whole of a Gated Delta
 float32, and random weights amplify its rounding; a wrong position, mask or slot shows as 0.1 or
 more.
 """
-FLIPPED = 2e-2
+FLIPPED = 5e-2
 """The same where a stored code differs: a coordinate at the border of two levels falls on one side
-in one order of the computation and on the other in another, and then moves by a whole level."""
-FEW = 0.005
-"""The largest share of codes that may differ so. A fault changes about all of them."""
+in one order of the computation and on the other in another, and then moves by a whole level. That
+takes rounding of float32's size, which only models with a Gated DeltaNet have; measured over 4
+texts of 60 tokens, flips moved logits by 6e-4 with 8 bits and by 3e-2 with values in 2 bits."""
+FEW = 0.01
+"""The largest share of codes that may differ so, or one code; 0.7% were the most in those texts.
+Without a Gated DeltaNet none may. A fault changes most of them."""
 
 
 def assert_same(ours: Tensor, theirs: Tensor, tolerance: float = SAME) -> None:
@@ -274,15 +277,20 @@ def assert_same(ours: Tensor, theirs: Tensor, tolerance: float = SAME) -> None:
 
 
 class State(NamedTuple):
-    """What one row of a cache holds: values as they are, and quantised vectors."""
+    """What one row of a cache holds: values as they are, and quantised vectors.
 
+    noisy: whether layers of the model compute in float32 whatever its dtype.
+    """
+
+    noisy: bool
     values: list[Tensor]
     quantised: list[tuple[Tensor, Tensor]]
 
 
 def state(cache: FoldedCache, row: int = 0) -> State:
     """Everything that a row's past has put into a cache: exact places, slots, and what waits."""
-    found = State([], [])
+    noisy = any(getattr(layer, "conv_states", None) is not None for layer in cache.layers)
+    found = State(noisy, [], [])
     seen, one = cache.rows[row], slice(row, row + 1)
     for index in sorted(cache.folded):
         layer = cache.folded_layer(index)
@@ -317,7 +325,7 @@ def _add_slots(found: State, held: SlotStore, row: slice, count: int) -> None:
 
 
 def flips(ours: State, theirs: State) -> int:
-    """Bytes of codes that differ: few, and none of a vector's codes' scale without its codes.
+    """How many bytes of codes differ: few, and no scale without its vector's codes.
 
     As a share, bytes that differ are no fewer than codes that differ.
     """
@@ -332,7 +340,8 @@ def flips(ours: State, theirs: State) -> int:
         kept = ~changed.any(dim=-1, keepdim=True)
         close = torch.isclose(scales.double(), other_scales.double(), rtol=2 * SAME, atol=1e-6)
         assert bool((close | ~kept).all())
-    assert differing <= FEW * total, f"{differing} of {total} bytes of codes differ"
+    allowed = max(1, FEW * total) if ours.noisy else 0
+    assert differing <= allowed, f"{differing} of {total} bytes of codes differ"
     return differing
 
 

@@ -22,7 +22,8 @@ def test_the_cache_argument_is_one_that_the_forward_has(tiny_model, windows):
 
 def test_repeats_are_interleaved_and_medians_taken(tiny_model, windows, monkeypatch):
     model, order = tiny_model("llama"), []
-    times = iter([(1.0, 1.0, None), (2.0, 1.0, 9), (9.0, 5.0, None), (4.0, 1.0, 9)] * 2)
+    runs = [(1.0, 1.0, None, 5), (2.0, 1.0, 9, None), (9.0, 5.0, None, 7), (4.0, 1.0, 9, None)]
+    times = iter([speed._Run(*run) for run in runs] * 2)
 
     def one_run(model, addon, ids, settings):
         order.append(addon)
@@ -35,6 +36,7 @@ def test_repeats_are_interleaved_and_medians_taken(tiny_model, windows, monkeypa
     assert made["plain"].prefill_tokens_per_second == pytest.approx(12 / 1.0)
     assert made["folded"].prefill_tokens_per_second == pytest.approx(12 / 2.0)
     assert (made["plain"].cache_bytes, made["folded"].cache_bytes) == (None, 9)
+    assert (made["plain"].peak_bytes, made["folded"].peak_bytes) == (5, None)
 
 
 def test_few_tokens_are_repeated_to_fill_the_history(tiny_model, bare_addon):

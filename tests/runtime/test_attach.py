@@ -271,3 +271,89 @@ def test_reset_makes_a_cache_as_good_as_new(model: Any, cache_argument: Callable
         cache.reset()
         assert cache.get_seq_length() == 0
         assert torch.equal(model(ids(9), **cache_argument(model, cache)).logits, first)
+
+
+POOL = [{"method": "pool", "layers": UPPER, "group": 4, "overlap": True}]
+BITS = [{"method": "turboquant", "layers": UPPER}]
+
+
+def test_crop_inside_an_unfinished_group_is_as_if_the_tokens_had_never_come(
+    model: Any, cache_argument: Callable[..., Any]
+) -> None:
+    """A pooled group can't be taken apart again, so cropping ends where one is full."""
+    with attach(model, Bare(model, [], sequence=POOL)) as attachment:
+        cache = attachment.new_cache()
+        model(ids(9), **cache_argument(model, cache))  # 2 anchors, a group of 4, and 3 of the next
+        with pytest.raises(CacheError, match="groups of 4 of them have been pooled"):
+            cache.crop(-4)
+        cache.crop(-2)
+        assert cache.get_seq_length() == 7
+        again = model(ids(30)[:, 7:], **cache_argument(model, cache)).logits
+        whole = model(ids(30), **cache_argument(model, attachment.new_cache())).logits
+        torch.testing.assert_close(again, whole[:, 7:], atol=1e-5, rtol=1e-5)
+        with pytest.raises(CacheError, match="which can't be made exact again"):
+            cache.crop(-1)
+
+
+@pytest.mark.parametrize("keys", [{"sequence": POOL}, {"bits": BITS}])
+def test_pooled_and_quantised_caches_are_copied_and_reset_whole(
+    model: Any, cache_argument: Callable[..., Any], keys: dict[str, Any]
+) -> None:
+    """Slots, scales and unfinished groups: a copy goes on by itself, a reset one is new."""
+    with attach(model, Bare(model, [], **keys)) as attachment:
+        cache = attachment.new_cache()
+        first = model(ids(21), **cache_argument(model, cache)).logits
+        copied = copy.deepcopy(cache)
+        one = model(ids(11), **cache_argument(model, copied)).logits
+        other = model(ids(11), **cache_argument(model, cache)).logits
+        assert torch.equal(one, other)
+        cache.reset()
+        assert cache.nbytes().total == 0
+        assert torch.equal(model(ids(21), **cache_argument(model, cache)).logits, first)
+
+
+def test_bits_can_be_chosen_on_the_day_of_use(
+    model: Any, cache_argument: Callable[..., Any]
+) -> None:
+    """They have no weights: other ones, fewer layers, or layers that the add-on leaves alone."""
+    addon = Bare(model, [], sequence=POOL, bits=BITS)
+    fewer = [{"method": "turboquant", "layers": [0, 2], "key_bits": 2, "value_bits": 2}]
+    outputs = []
+    for bits in (BITS, fewer, []):
+        with attach(model, addon, plan=addon.plan.replace(bits=bits)) as attachment:
+            assert set(attachment.resident) == set(UPPER) | ({0} if bits is fewer else set())
+            cache = attachment.new_cache()
+            outputs.append(model(ids(30), **cache_argument(model, cache)).logits)
+    assert not any(torch.equal(outputs[a], outputs[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+    # Coarse codes are farther from the unquantised logits than fine ones.
+    coarse, fine = ((outputs[i] - outputs[2]).abs().mean() for i in (1, 0))
+    assert coarse > 2 * fine
+
+
+def test_a_plan_with_another_sequence_axis_than_the_add_ons_is_refused(model: Any) -> None:
+    """Gates are trained for their group; a window shorter than one is refused as well."""
+    addon = Bare(model, [], sequence=POOL)
+    for sequence in ([], [{**POOL[0], "group": 2}]):
+        with pytest.raises(PlanError, match="the add-on's own sequence entries"):
+            attach(model, addon, plan=addon.plan.replace(sequence=sequence))
+    with pytest.raises(PlanError, match=r"group=4 needs a window.*got window=3"):
+        attach(model, addon, plan=addon.plan.replace(window=3))
+
+
+def test_what_cant_be_quantised_is_named_and_ends_the_cache(
+    model: Any, cache_argument: Callable[..., Any]
+) -> None:
+    """A single decode step is looked at once, through its scales."""
+    bias = text_decoder(model).layers[3].self_attn.v_proj.bias
+    before = bias.data.clone()
+    with attach(model, Bare(model, [], bits=BITS)) as attachment:
+        cache = attachment.new_cache()
+        model(ids(9), **cache_argument(model, cache))
+        bias.data[0] = float("nan")
+        try:
+            with pytest.raises(CacheError, match=r"layer 3 got NaN or infinity.*after token 9"):
+                model(ids(1), **cache_argument(model, cache))
+        finally:
+            bias.data.copy_(before)
+        with pytest.raises(CacheError, match="failed half-way"):
+            model(ids(1), **cache_argument(model, cache))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvfold.errors import CacheError
 from kvfold.methods.turboquant import Quantised, TurboQuant
 from kvfold.runtime import quantised_reading
+from kvfold.runtime.native import NATIVE_VARIABLE, find_compiler
 from kvfold.runtime.quantised_reading import (
     SLOT_BLOCK,
     chosen_path,
@@ -54,9 +56,10 @@ def weights(kept, grouped=3, dtype=torch.float32):
 
 @pytest.fixture
 def fused():
-    """Skips where there is nothing to compile with."""
-    if quantised_reading._kernels() is None:
+    """Skips where nothing can be compiled; where it can, the fused path must be there."""
+    if find_compiler() is None or os.environ.get(NATIVE_VARIABLE) == "0":
         pytest.skip("no fused path here: no C++ compiler, or KVFOLD_NATIVE=0")
+    assert quantised_reading._kernels() is not None
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)

@@ -21,6 +21,10 @@ from kvfold.evaluation.plot import Point, quality_plot
 from kvfold.evaluation.runner import Evaluation, Result
 from kvfold.runtime.ledger import COMPONENTS
 
+PEAK_CAPTION = (
+    "; peak: memory above the model's at its highest, cache included, in the timed prefill of {:,} "
+    "tokens and the steps after it, in the dtype that it ran in"
+)
 PLOT_FORMATS = ("png", "svg", "pdf")
 
 
@@ -75,10 +79,12 @@ def _rate(tokens_per_second: float) -> str:
 
 def memory_table(evaluation: Evaluation) -> Table:
     """Bytes stored and in memory for every candidate and length, in bfloat16."""
+    timed = evaluation.results[0].speed
     table = _table(
         caption="bytes of one row in bfloat16; stored: what has to be kept or written down; in "
         "memory: what is resident while it runs; bits a value: of the attention cache, for each "
         "key or value that the plain cache holds; add-on: its weights, in no other column"
+        + (PEAK_CAPTION.format(timed.history) if timed is not None else "")
     )
     table.add_column("", overflow="fold", min_width=14, max_width=22)
     for heading in (
@@ -90,6 +96,7 @@ def memory_table(evaluation: Evaluation) -> Table:
         "smaller",
         "bits a\nvalue",
         "add-on",
+        *(("peak",) if timed is not None else ()),
     ):
         table.add_column(heading, justify="right")
     for result in evaluation.results:
@@ -104,9 +111,17 @@ def memory_table(evaluation: Evaluation) -> Table:
                 f"{memory.resident_times_smaller:.2f}x",
                 f"{memory.resident_bits_per_value:.2f}",
                 readable_bytes(memory.addon_bytes) if index == 0 and memory.addon_bytes else "",
+                *_peak_cells(result, shown=index == 0),
                 end_section=index == len(result.memory) - 1,
             )
     return table
+
+
+def _peak_cells(result: Result, *, shown: bool) -> list[str]:
+    if result.speed is None:
+        return []
+    peak = result.speed.peak_bytes
+    return ["-" if peak is None else readable_bytes(peak)] if shown else [""]
 
 
 def component_table(evaluation: Evaluation) -> Table:

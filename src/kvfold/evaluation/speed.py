@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvfold.evaluation.peak import peak_memory
 from kvfold.runtime.attach import AddOnLike, attach
 
 WARM_UP_TOKENS = 16
@@ -28,13 +29,15 @@ class Speed:
     """One cache's speed with `history` tokens before the decoded ones, batch 1.
 
     cache_bytes: the folded cache's own count after the prefill, in the model's dtype; None for
-    the plain cache.
+    the plain cache. peak_bytes: memory that prefill and decode took at their highest, above the
+    model's own, the cache included; the median of the repeats, None where it can't be told.
     """
 
     history: int
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
     cache_bytes: int | None
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,37 +68,53 @@ def measure_speed(
     needed = chosen.history + chosen.decode_tokens
     flat = tokens.reshape(-1)
     ids = flat.repeat(-(-needed // flat.shape[0]))[None, :needed].to(model.device)
-    runs: dict[str, list[tuple[float, float, int | None]]] = {name: [] for name in addons}
+    runs: dict[str, list[_Run]] = {name: [] for name in addons}
     for _ in range(chosen.repeats):
         for name, addon in addons.items():
             runs[name].append(_one_run(model, addon, ids, chosen))
     return {
         name: Speed(
             history=chosen.history,
-            prefill_tokens_per_second=chosen.history / statistics.median(r[0] for r in results),
+            prefill_tokens_per_second=chosen.history
+            / statistics.median(r.prefill for r in results),
             decode_tokens_per_second=chosen.decode_tokens
-            / statistics.median(r[1] for r in results),
-            cache_bytes=results[0][2],
+            / statistics.median(r.decode for r in results),
+            cache_bytes=results[0].cache_bytes,
+            peak_bytes=_median_bytes([r.peak_bytes for r in results]),
         )
         for name, results in runs.items()
     }
 
 
+class _Run(NamedTuple):
+    """Seconds of one prefill and of all decode steps, and bytes."""
+
+    prefill: float
+    decode: float
+    cache_bytes: int | None
+    peak_bytes: int | None
+
+
+def _median_bytes(figures: list[int | None]) -> int | None:
+    known = [figure for figure in figures if figure is not None]
+    return int(statistics.median(known)) if known else None
+
+
 @torch.no_grad()
-def _one_run(
-    model: Any, addon: AddOnLike | None, ids: Tensor, settings: SpeedSettings
-) -> tuple[float, float, int | None]:
+def _one_run(model: Any, addon: AddOnLike | None, ids: Tensor, settings: SpeedSettings) -> _Run:
     with cache_maker(model, addon) as new_cache:
         _feed(model, new_cache(), ids[:, : min(WARM_UP_TOKENS, settings.history)])
-        cache = new_cache()
-        start = _now(model)
-        _feed(model, cache, ids[:, : settings.history])
-        filled = _now(model)
-        cache_bytes = None if addon is None else cache.nbytes().total
-        begin = _now(model)
-        for position in range(settings.history, ids.shape[1]):
-            _feed(model, cache, ids[:, position : position + 1])
-        return filled - start, _now(model) - begin, cache_bytes
+        with peak_memory(model.device) as peak:
+            cache = new_cache()
+            start = _now(model)
+            _feed(model, cache, ids[:, : settings.history])
+            filled = _now(model)
+            cache_bytes = None if addon is None else cache.nbytes().total
+            begin = _now(model)
+            for position in range(settings.history, ids.shape[1]):
+                _feed(model, cache, ids[:, position : position + 1])
+            ended = _now(model)
+        return _Run(filled - start, ended - begin, cache_bytes, peak.above_start)
 
 
 @contextmanager
