@@ -137,7 +137,7 @@ class FoldedCache(Cache):
         if store is None:
             return
         step = self.step_of(fold.pipeline)
-        early = fold.reading != "expanded" or fold.expands_early
+        early = fold.expands_early
         spans = step.completed if early else step.exits
         if any(spans):
             codes = store.completed(step) if early else store.exits(step)
@@ -146,9 +146,8 @@ class FoldedCache(Cache):
 
     def expands_in_attention(self, fold: FoldedAttention) -> bool:
         """Whether a layer's slots are written before its own attention, not after the step."""
-        early = fold.reading != "expanded" or fold.expands_early
-        lags = fold.method.needs_window
-        return self.step_of(fold.pipeline).folded and not (early and lags)
+        made_later = fold.expands_early and fold.method.needs_window
+        return self.step_of(fold.pipeline).folded and not made_later
 
     def _expand_rest(self, rotary: RotaryAt) -> None:
         for layer in self.layers:

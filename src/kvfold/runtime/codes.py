@@ -17,7 +17,7 @@ def code_store_needs(folds: Iterable[FoldedAttention]) -> tuple[bool, bool]:
     """What the layers that read one pipeline need of its store: `keep` and `late`."""
     folds = list(folds)
     keep = any(fold.reading in ("shared", "absorbed") for fold in folds)
-    return keep, any(fold.reading == "expanded" and not fold.expands_early for fold in folds)
+    return keep, not all(fold.expands_early for fold in folds)
 
 
 class CodeStore:

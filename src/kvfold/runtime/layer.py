@@ -124,11 +124,12 @@ class FoldedAttention:
 
     @property
     def expands_early(self) -> bool:
-        """Whether a slot is expanded when it is made, not only when it becomes visible.
+        """Whether a slot is written when it is made, not only when it becomes visible.
 
-        So it is where expanded slots take no more memory than their code would while it waits.
+        So it is wherever what is written takes no more memory than the code would while it waits.
         """
-        return self.pipeline.bits is not None or self.pipeline.holds_all
+        expanded_more = self.pipeline.bits is None and not self.pipeline.holds_all
+        return self.reading != "expanded" or not expanded_more
 
     @property
     def scaling(self) -> float:
