@@ -28,7 +28,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff lay out the code"
-	@echo "make bench   perplexity against bytes, and costs (needs DATA=folder with wikitext-2/)"
+	@echo "make bench   perplexity against bytes of every axis, and costs (needs DATA=folder with wikitext-2/)"
 
 setup: $(INSTALLED)
 	@echo "$(VENV) is ready"
@@ -66,6 +66,7 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/depth_table.py --data $(DATA)
+	$(BIN)/python benchmarks/axes_table.py --data $(DATA)
 	$(BIN)/python benchmarks/cost.py --data $(DATA)
 
 clean:
