@@ -9,6 +9,7 @@ over what a plan stores, for a cache in 16 bits; no cache is made. They are thos
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -70,18 +71,29 @@ LADDERS: Mapping[str, tuple[Rung, ...]] = MappingProxyType(
             Rung(layers_per_code=4, bits=(4, 4), most_times_smaller=32),
             Rung(layers_per_code=4, tokens_per_slot=4, bits=(8, 8), most_times_smaller=64),
         ),
+        "changing RoPE": (
+            Rung(bits=(8, 8)),
+            Rung(bits=(8, 4)),
+            Rung(bits=(4, 4)),
+            Rung(tokens_per_slot=4, bits=(8, 8)),
+            Rung(tokens_per_slot=4, bits=(8, 4)),
+            Rung(tokens_per_slot=4, bits=(4, 4)),
+            Rung(tokens_per_slot=8, bits=(4, 4)),
+        ),
     }
 )
 """What budgets and the presets 4x, 8x and 16x are composed of, best quality first.
 
 Dense: models where every layer attends or slides; hybrid: those with recurrent layers, whose few
-attention layers differ more. Measured on SmolLM2 (three windows of 1,024 tokens of WikiText-2 test,
-window 128, codes of groups of 5 fitted on 24,576 tokens; perplexity, KL; base 20.13): 8 times
-smaller in 5 bits 20.13, .0034, in 8 bits 20.18, .0064, with no bits 20.56, .0318; 16 times in 5
-bits 20.23, .0136, in 6 bits 20.28, .0171, in 4 bits 20.41, .0148, in 8 bits 20.57, .0321; 29.5
-times in 4 bits 20.67, .0406; 31.5 times in 5 bits 21.13, .0580. So a higher rank in fewer bits is
-better, down to 5, and to 4 for the smallest. That hybrids take the same is a guess: no trained one
-was at hand.
+attention layers differ more; changing RoPE: those whose frequencies depend on the length, which
+can't rotate rebuilt keys again, so that shared codes would save nothing in memory.
+
+Measured on SmolLM2 (three windows of 1,024 tokens of WikiText-2 test, window 128, codes of groups
+of 5 fitted on 24,576 tokens; perplexity, KL; base 20.13): 8 times smaller in 5 bits 20.13, .0034,
+in 8 bits 20.18, .0064, with no bits 20.56, .0318; 16 times in 5 bits 20.23, .0136, in 6 bits
+20.28, .0171, in 4 bits 20.41, .0148, in 8 bits 20.57, .0321; 29.5 times in 4 bits 20.67, .0406;
+31.5 times in 5 bits 21.13, .0580. So a higher rank in fewer bits is better, down to 5, and to 4 for
+the smallest. That other models take the same is a guess: no trained hybrid was at hand.
 """
 
 
@@ -152,6 +164,8 @@ def _pipeline_bytes(pipeline: Pipeline) -> float:
 
 
 def _ladder(anatomy: Anatomy) -> tuple[Rung, ...]:
+    if not anatomy.rope_is_static:
+        return LADDERS["changing RoPE"]
     return LADDERS["hybrid" if anatomy.is_hybrid else "dense"]
 
 
@@ -212,7 +226,7 @@ def _budget(anatomy: Anatomy, bytes_per_token: float | None, times_smaller: floa
     name = "times_smaller" if bytes_per_token is None else "bytes_per_token"
     given: Any = times_smaller if bytes_per_token is None else bytes_per_token
     number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if not number or not math.isfinite(given) or given <= 0:
+    if not number or not 0 < given <= sys.float_info.max:
         raise PlanError(
             f"{name} must be a finite number above 0; got {given!r}; {_possible(anatomy)}"
         )

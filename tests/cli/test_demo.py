@@ -31,16 +31,17 @@ def test_every_line_fits_a_hundred_columns(demo):
 def test_figures_plot_and_addons_are_left_in_the_folder(demo):
     _, output = demo
     assert sorted(path.name for path in output.iterdir()) == [
+        "8x",
         "balanced",
         "ced",
         "csa2",
         "evaluation.json",
-        "latent",
+        "k8v4",
         "quality-against-bytes.png",
     ]
     data = json.loads((output / "evaluation.json").read_text())
     assert data["results"][0]["name"] == "no compression"
-    assert len(data["results"]) == 5
+    assert len(data["results"]) == 6
 
 
 def test_a_file_in_the_way_is_refused(kvfold, tiny_folder, tmp_path):

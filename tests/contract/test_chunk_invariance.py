@@ -49,22 +49,20 @@ def _check_every_split(
 def test_every_split_of_40_tokens(case: Any, helpers: Any, arch: str, method: str) -> None:
     """Prefill k then one by one, or in one chunk, for every k: same state, same logits.
 
-    A composition meets every third k on most families, another third on each.
+    A composition meets every fifth k on most families, another fifth on each.
     """
     made = case(arch, method, resident="expanded")
     every = arch in helpers.families_of(method)
-    splits = range(1, 41) if every else range(1 + helpers.families.index(arch) % 3, 41, 3)
+    splits = range(1, 41) if every else range(1 + helpers.families.index(arch) % 5, 41, 5)
     _check_every_split(made, helpers, helpers.tokens(40), splits)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3_5", "smollm3"])
-@pytest.mark.parametrize("reading", ["shared", "absorbed"])
+@pytest.mark.on_families("llama", "qwen3_5", "smollm3")
+@pytest.mark.from_codes
 def test_every_split_when_history_is_read_from_codes(
     case: Any, helpers: Any, arch: str, method: str, reading: str
 ) -> None:
     """The same where keys and values are rebuilt or absorbed while reading."""
-    if reading == "absorbed" and method in helpers.non_linear:
-        reading = "shared"
     made = case(arch, method, resident=reading, anchors=2)
     made.plan = made.plan.replace(window=max(5, made.largest_group))
     every = 3 if method in helpers.methods else 5
@@ -79,6 +77,7 @@ def test_splits_around_a_window_of_128(case: Any, helpers: Any, arch: str, metho
 
 
 @pytest.mark.compositions
+@pytest.mark.one_family
 def test_260_tokens_split_around_a_window_of_128(
     case: Any, helpers: Any, arch: str, method: str
 ) -> None:
@@ -89,7 +88,7 @@ def test_260_tokens_split_around_a_window_of_128(
 
 def test_chunks_of_any_size(case: Any, helpers: Any, arch: str, method: str) -> None:
     """Uneven chunks after each other, longer and shorter than a group and than the window."""
-    made = case(arch, method)
+    made = case(arch, method, anchors=0)
     ids = helpers.tokens(70)
     cuts = [0, 3, 4, 9, 11, 12, 13, 30, 31, 38, 47, 48, 70]
     with made.attach() as attachment:

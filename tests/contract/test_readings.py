@@ -44,13 +44,11 @@ def _exact_norm(weight: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.unquantised
-@pytest.mark.parametrize("reading", ["shared", "absorbed"])
+@pytest.mark.from_codes
 def test_readings_agree_in_float64(
     case: Any, helpers: Any, arch: str, method: str, reading: str
 ) -> None:
     """Logits of a prompt, decode steps and a second turn agree within 1e-9."""
-    if reading == "absorbed" and method in helpers.non_linear:
-        reading = "shared"
     _check_readings(case(arch, method), helpers, "expanded", reading)
 
 
@@ -107,8 +105,6 @@ def test_reported_bytes_are_allocated_bytes_and_as_predicted(
     case: Any, helpers: Any, arch: str, method: str, reading: str, length: int
 ) -> None:
     """`nbytes` equals the storages, and `predict_bytes` equals both, by component."""
-    if reading == "absorbed" and method in helpers.non_linear:
-        reading = "shared"
     made = case(arch, method, dtype=torch.float32, resident=reading)
     with made.attach() as attachment:
         cache = attachment.new_cache()

@@ -27,7 +27,7 @@ HELP = (
     "Example: kvfold demo -o kvfold-demo"
 )
 
-PRESETS = ("balanced", "latent", "ced", "csa2")
+PRESETS = ("balanced", "8x", "k8v4", "ced", "csa2")
 LENGTHS = (1024, 4096, 32768)
 PROMPT_TOKENS = 320
 QUESTION = "\n\nIn one sentence, what is the text above about?"

@@ -126,7 +126,12 @@ def _saving(plan: Plan, described: Anatomy, plain: dict[int, int]) -> dict[str, 
     saving: dict[str, Any] = {"plan": plan.to_dict(), "description": describe(plan, described)}
     for resident in RESIDENCES:
         held = plan.replace(resident=resident)
-        sizes = {tokens: predict_bytes(held, described, tokens).total for tokens in plain}
+        try:
+            sizes = {tokens: predict_bytes(held, described, tokens).total for tokens in plain}
+        except PlanError:
+            if resident == "auto":
+                raise
+            continue  # a model whose RoPE changes can't rebuild keys
         saving[resident] = {
             "bytes": {str(tokens): size for tokens, size in sizes.items()},
             "times_smaller": {
@@ -227,11 +232,12 @@ def _saving_table(report: dict[str, Any]) -> Table:
                 for n in LENGTHS
             )
             for resident in RESIDENCES
+            if resident in saving
         }
         if len(set(cells.values())) == 1:
-            table.add_row(name, ", ".join(RESIDENCES), *cells[RESIDENCES[0]])
+            table.add_row(name, ", ".join(cells), *cells[RESIDENCES[0]])
             continue
-        for row, resident in enumerate(RESIDENCES):
+        for row, resident in enumerate(cells):
             table.add_row("" if row else name, resident, *cells[resident])
     return table
 

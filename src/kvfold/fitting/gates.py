@@ -53,6 +53,17 @@ class GateSettings:
     windows: tuple[int, ...] = ()
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        least = {"steps": 0, "moves": 1, "queries": 1}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise FitError(
+                    f"{name} of the gates' training must be at least {smallest}; got "
+                    f"{getattr(self, name)}"
+                )
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise FitError(f"the gates' learning rate must be above 0; got {self.learning_rate}")
+
 
 def trainable(pipelines: nn.ModuleList) -> list[Pipeline]:
     """The pipelines whose gates have weights."""
@@ -106,6 +117,7 @@ def _row(tokens: Tensor, number: int, seed: int) -> Tensor:
 
 def _parameter_groups(pipeline: Pipeline) -> list[dict[str, Any]]:
     """What scores tokens by their inputs, whose step depends on the inputs' size, and the rest."""
+    pipeline.depth.requires_grad_(False)
     gate = gate_of(pipeline).requires_grad_(True)
     scoring = [] if gate.score is None else list(gate.score.parameters())
     known = {id(parameter) for parameter in scoring}
@@ -129,7 +141,8 @@ class GateTrainer:
         seq: int,
         settings: GateSettings,
     ) -> None:
-        self.model, self.plan, self.seq, self.settings = model, plan, seq, settings
+        self.model, self.shape, self.plan, self.seq = model, shape, plan, seq
+        self.settings = settings
         self.pipelines = trainable(pipelines)
         self.windows = tuple(dict.fromkeys((plan.window, *settings.windows)))
         self._check_length()
@@ -156,6 +169,8 @@ class GateTrainer:
         self.losses: list[dict[int, float]] = []
 
     def _check_length(self) -> None:
+        for window in self.windows:
+            self.plan.replace(window=window).check(self.shape)
         widest = self.plan.replace(window=max(self.windows))
         if any(first_with_history(widest, pipe, self.seq) >= self.seq for pipe in self.pipelines):
             raise CorpusError(

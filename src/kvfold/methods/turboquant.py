@@ -107,7 +107,7 @@ class TurboQuant:
     def rotate(self, x: Tensor) -> Tensor:
         """`x R^T` with R orthogonal: x (..., width) to the same shape and dtype."""
         self._check_width(x)
-        work = x.to(_math_dtype(x.dtype))
+        work = x.to(math_dtype(x.dtype))
         if self.width <= DENSE_WIDTH:
             turned = work @ _dense(self.width, self.seed, x.device, work.dtype)
         else:
@@ -117,7 +117,7 @@ class TurboQuant:
     def unrotate(self, x: Tensor) -> Tensor:
         """`x R`, which undoes `rotate`: x (..., width) to the same shape and dtype."""
         self._check_width(x)
-        work = x.to(_math_dtype(x.dtype))
+        work = x.to(math_dtype(x.dtype))
         if self.width <= DENSE_WIDTH:
             turned = work @ _dense(self.width, self.seed, x.device, work.dtype).T
         else:
@@ -136,7 +136,7 @@ class TurboQuant:
             raise CacheError(
                 f"vectors to quantise must be floating-point; {x.dtype} came; pass the values"
             )
-        work = x.to(_math_dtype(x.dtype))
+        work = x.to(math_dtype(x.dtype))
         tiny = torch.finfo(work.dtype).tiny
         # Relative to the largest value no square overflows, and infinities turn into NaN.
         peak = work.abs().amax(-1, keepdim=True)
@@ -148,13 +148,13 @@ class TurboQuant:
 
     def decode(self, stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
         """The vectors, (..., width). Raises `CacheError` for codes of other settings."""
-        return self.unrotate(self._decode_rotated(stored, _math_dtype(dtype))).to(dtype)
+        return self.unrotate(self._decode_rotated(stored, math_dtype(dtype))).to(dtype)
 
     def decode_rotated(self, stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
         """The rotated vectors, (..., width): their product with a rotated query is the query's
         with the vectors. Raises `CacheError` for codes of other settings.
         """
-        return self._decode_rotated(stored, _math_dtype(dtype)).to(dtype)
+        return self._decode_rotated(stored, math_dtype(dtype)).to(dtype)
 
     def check(self, stored: Quantised) -> None:
         """Raise `CacheError` unless `stored` was made with these settings."""
@@ -251,7 +251,8 @@ def _is_whole(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
 
 
-def _math_dtype(dtype: torch.dtype) -> torch.dtype:
+def math_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What vectors of a dtype are computed in: float64 for that, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -55,8 +55,10 @@ class FoldedCache(Cache):
         self.given = given
         self.recorded: dict[int, Tensor] | None = None
         self.columns = 0
+        self.padded_columns = 0
         self.rows: list[int] = []
         self.steps: dict[int, Step] = {}
+        self._unchecked: list[tuple[Pipeline, Tensor]] = []
         self.stores: dict[int, CodeStore] = {}
         self.folded = frozenset(fold.index for fold in folds)
         readers: dict[int, list[FoldedAttention]] = {}
@@ -96,6 +98,7 @@ class FoldedCache(Cache):
             )
         self.steps = steps
         self.recorded = {} if record else None
+        self._unchecked = []
 
     def publish(self, found: Mapping[Source, Tensor], pipeline: Pipeline) -> None:
         """Make a pipeline's records of this step, once all of its inputs are there."""
@@ -110,6 +113,8 @@ class FoldedCache(Cache):
             records = pipeline.records(found)
             if step.new > 1:
                 require_finite(records, step, pipeline)
+            else:
+                self._unchecked.append((pipeline, records))
             if self.recorded is not None:
                 self.recorded[id(pipeline)] = records[:, None]
             else:
@@ -119,10 +124,12 @@ class FoldedCache(Cache):
         """End the step: write what attention did not need yet, and count the tokens."""
         if self.recorded is None:
             self._expand_rest(rotary)
-        self._require_finite_scales()
+        self._require_finite()
         for store in self.stores.values():
             store.commit(self.step_of(store.pipeline))
         step = next(iter(self.steps.values()))
+        if step.most_pads:
+            self.padded_columns = self.columns + step.most_pads
         self.columns += step.new
         self.rows = step.after
         for layer in self.layers:
@@ -146,7 +153,7 @@ class FoldedCache(Cache):
 
     def expands_in_attention(self, fold: FoldedAttention) -> bool:
         """Whether a layer's slots are written before its own attention, not after the step."""
-        made_later = fold.expands_early and fold.method.needs_window
+        made_later = fold.expands_early and fold.method.needs_window and self.given is None
         return self.step_of(fold.pipeline).folded and not made_later
 
     def _expand_rest(self, rotary: RotaryAt) -> None:
@@ -154,8 +161,9 @@ class FoldedCache(Cache):
             if isinstance(layer, FoldedLayer) and not self.expands_in_attention(layer.fold):
                 self.expand(layer, rotary)
 
-    def _require_finite_scales(self) -> None:
-        """One look a step at all that was quantised in it."""
+    def _require_finite(self) -> None:
+        """One look a step, so one wait for the device, at all that came and was quantised in it."""
+        flags = [torch.isfinite(records).all() for _, records in self._unchecked]
         stores = [
             (store.pipeline.layers, part)
             for store in self.stores.values()
@@ -164,16 +172,18 @@ class FoldedCache(Cache):
         for layer in self.layers:
             if isinstance(layer, FoldedLayer):
                 stores += [((layer.fold.index,), part) for part in layer.stores.values()]
-        flags = [(layers, part.take_finite()) for layers, part in stores]
-        found = [(layers, flag) for layers, flag in flags if flag is not None]
-        if found and not bool(torch.stack([flag for _, flag in found]).all()):
-            layers = next(layers for layers, flag in found if not bool(flag))
-            seen = self.rows or [0]
-            raise CacheError(
-                f"keys and values must be finite to be quantised; layer {layers[0]} got NaN or "
-                f"infinity in the tokens after token {min(seen)}; load the model in bfloat16 or "
-                "float32, and check its weights"
-            )
+        scaled = [(layers, part.take_finite()) for layers, part in stores]
+        flags += [flag for _, flag in scaled if flag is not None]
+        if not flags or bool(torch.stack(flags).all()):
+            return
+        for pipeline, records in self._unchecked:
+            require_finite(records, self.step_of(pipeline), pipeline)
+        at_fault = [layers for layers, flag in scaled if flag is not None and not bool(flag)]
+        raise CacheError(
+            f"slots must be finite to be quantised; those of layers {list(at_fault[0])} made after "
+            f"token {max(self.rows or [0])} are not, though their tokens' codes are: the add-on's "
+            "maps overflow; load the model in bfloat16 or float32, or fit again"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FoldedCache:
         """A cache with tensors of its own on the same attachment; the model is not copied."""
@@ -181,6 +191,7 @@ class FoldedCache(Cache):
         memo[id(self)] = made
         made.__dict__.update(self.__dict__)
         made.rows, made.steps = list(self.rows), dict(self.steps)
+        made._unchecked = []
         made.stores = {key: store.copied() for key, store in self.stores.items()}
         made.layers = [
             layer.copied() if isinstance(layer, FoldedLayer) else copy.deepcopy(layer, memo)
@@ -195,7 +206,8 @@ class FoldedCache(Cache):
     def _select(self, index: Tensor) -> None:
         for store in self.stores.values():
             store.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
-        self.rows = [self.rows[i] for i in index.tolist()]
+        if self.rows:
+            self.rows = [self.rows[i] for i in index.tolist()]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beams: row i becomes row beam_idx[i]."""
@@ -222,7 +234,7 @@ class FoldedCache(Cache):
                 self.layers[index] = layer
         for store in self.stores.values():
             store.reset()
-        self.columns, self.rows, self.steps = 0, [], {}
+        self.columns, self.padded_columns, self.rows, self.steps = 0, 0, [], {}
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: a negative number of them, or the length to keep.
@@ -234,6 +246,7 @@ class FoldedCache(Cache):
         if remove <= 0:
             return
         kept = [seen - remove for seen in self.rows]
+        self._refuse_uncroppable(remove)
         for schedule in self.schedules.values():
             self._refuse_crop(schedule, remove, kept)
         for layer in self.layers:
@@ -243,6 +256,26 @@ class FoldedCache(Cache):
         for layer in self.layers:
             if isinstance(layer, FoldedLayer):
                 layer.columns = self.columns
+
+    def _refuse_uncroppable(self, remove: int) -> None:
+        if 0 < self.columns - remove < self.padded_columns:
+            raise CacheError(
+                f"can't crop {remove} columns: some of them are pads of some rows, which would "
+                f"then lose other tokens than the rest; the last pad is in column "
+                f"{self.padded_columns - 1} of {self.columns}; crop less, or row by row"
+            )
+        for index, layer in enumerate(self.layers):
+            if index in self.folded:
+                continue
+            window = getattr(layer, "sliding_window", None)
+            if window is not None and self.columns < window:
+                continue
+            if window is not None or not getattr(layer, "is_croppable", True):
+                raise CacheError(
+                    f"can't crop {remove} tokens: layer {index} keeps a recurrent state or a "
+                    "sliding window that has moved on, neither of which can go back; start again "
+                    "with a new cache"
+                )
 
     def _refuse_crop(self, schedule: Schedule, remove: int, kept: list[int]) -> None:
         if any(

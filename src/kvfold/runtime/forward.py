@@ -118,10 +118,17 @@ class DecoderForward:
         return given
 
     def _adopt(self, plain: Cache) -> Cache:
-        """The folded cache that goes on in place of an empty one of the caller's or generate's."""
+        """The folded cache that goes on in place of an empty one of the caller's or generate's.
+
+        The plain one stays empty, but tells the folded one's length from then on: so a copy of it,
+        or the same one on another attachment, is refused instead of starting anew in silence.
+        """
         adopted = self.attachment.adopted
         if plain not in adopted and plain.get_seq_length() == 0:
-            adopted[plain] = self.attachment.new_cache()
+            made = self.attachment.new_cache()
+            adopted[plain] = made
+            plain.get_seq_length = lambda *_, **__: made.columns  # type: ignore[method-assign]
+            plain.reset = made.reset  # type: ignore[method-assign]
         return adopted.get(plain, plain)
 
     def _chunks(self, columns: int, cache: FoldedCache, record: bool) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvfold.errors import CacheError
 from kvfold.methods.codebooks import lloyd_max
-from kvfold.methods.turboquant import UNIFORM_BITS, Quantised, TurboQuant
+from kvfold.methods.turboquant import UNIFORM_BITS, Quantised, TurboQuant, math_dtype
 from kvfold.runtime.native import native_library, say_plain
 
 SLOT_BLOCK = 1024
@@ -86,14 +86,14 @@ def supports(codec: TurboQuant, given: Tensor, stored: Quantised) -> bool:
 
 def plain_slot_logits(codec: TurboQuant, queries: Tensor, keys: Quantised) -> Tensor:
     """The reference of `slot_logits`, any device."""
-    work = queries.to(_math_dtype(queries.dtype))
+    work = queries.to(math_dtype(queries.dtype))
     decoded = (codec.decode_rotated(block, work.dtype) for block in _blocks(keys))
     return torch.cat([work @ block.transpose(2, 3) for block in decoded], dim=-1)
 
 
 def plain_slot_mix(codec: TurboQuant, weights: Tensor, values: Quantised) -> Tensor:
     """The reference of `slot_mix`, any device."""
-    work = weights.to(_math_dtype(weights.dtype))
+    work = weights.to(math_dtype(weights.dtype))
     mixed = work.new_zeros(*work.shape[:3], codec.width)
     start = 0
     for block in _blocks(values):
@@ -221,10 +221,6 @@ def _blocks(stored: Quantised) -> Iterator[Quantised]:
         block = slice(start, start + SLOT_BLOCK)
         codes, scales = stored.codes[:, :, block], stored.scales[:, :, block]
         yield Quantised(codes, scales, stored.signature)
-
-
-def _math_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _check(codec: TurboQuant, given: Tensor, stored: Quantised, length: int) -> None:

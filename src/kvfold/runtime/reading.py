@@ -41,7 +41,7 @@ def choose_readings(
         method = pipeline.depth
         layers = [anatomy.layers[index] for index in method.layers]
         resident: Reading = (
-            _best(pipeline, layers, short=short) if plan.resident == "auto" else plan.resident
+            _best(pipeline, anatomy, short=short) if plan.resident == "auto" else plan.resident
         )
         if method.code_width == 0:
             made.update(dict.fromkeys(method.layers, "dropped"))
@@ -59,12 +59,12 @@ def choose_readings(
     return made
 
 
-def _best(pipeline: Pipeline, layers: list[LayerAnatomy], *, short: bool) -> Reading:
+def _best(pipeline: Pipeline, anatomy: Anatomy, *, short: bool) -> Reading:
     """What `auto` means: the fastest that saves what the plan is there to save."""
-    if _pays_to_absorb(pipeline.depth, layers):
-        return "absorbed"
-    if pipeline.holds_all:
+    if pipeline.holds_all or not anatomy.rope_is_static:
         return "expanded"
+    if _pays_to_absorb(pipeline.depth, [anatomy.layers[index] for index in pipeline.layers]):
+        return "absorbed"
     return "shared" if pipeline.bits is not None or short else "expanded"
 
 

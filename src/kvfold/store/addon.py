@@ -144,7 +144,13 @@ class AddOn:
             raise AddOnError(f"the add-on in {folder} has no valid plan: {error}") from error
         _load_weights(pipelines, folder / WEIGHTS_FILE, str(description.get("weights_sha256")))
         pipelines.to(device=device, dtype=dtype).requires_grad_(False)
-        return cls(plan, pipelines, base, description.get("report") or {})
+        report = description.get("report") or {}
+        if not isinstance(report, dict):
+            raise AddOnError(
+                f"the report of the add-on in {folder} must be a mapping; got "
+                f"{type(report).__name__}; {AGAIN}"
+            )
+        return cls(plan, pipelines, base, report)
 
 
 def _named(pipelines: nn.ModuleList) -> list[tuple[str, Tensor]]:
