@@ -114,11 +114,13 @@ def test_the_tables_show_every_row_and_speed(axes_table, tmp_path):
                 "recovery": None,
                 "dropped_perplexity": 30.0,
                 "times_smaller": {"1024": 1.5, "4096": 2.0, "16384": 2.5},
+                "resident": {"shared": 30},
+                "resident_times_smaller": {"16384": 2.2},
             },
             [],
         )
     text = axes_table.markdown(table)
     quality = "21.00 | 0.1000 | 90.0% | 80.0% | -"
-    assert f"| bits | 128 | {quality} | 1.5x | 2.0x | 2.5x | 0.50 | 0.75 |" in text
+    assert f"| bits | shared | {quality} | 1.5x | 2.0x | 2.5x | 2.2x | 0.50 | 0.75 |" in text
     assert text.count(f"| bits | 128 | {quality} | 5.00% | 2.5x |") == 3
     assert text.count("| dropped | 128 | 30.00") == 3
