@@ -173,6 +173,21 @@ def families_of(method: str) -> tuple[str, ...]:
     return tuple(WITHOUT_EXPERTS[(first + FAMILIES_APART * n) % count] for n in range(3))
 
 
+def splits_of(method: str, arch: str, length: int) -> range:
+    """Where a text is split: everywhere on three families, at every fifth token on the others.
+
+    The three are others for each method, and so is the fifth for each family.
+    """
+    first = list(ALL).index(method)
+    count = len(WITHOUT_EXPERTS)
+    three = {WITHOUT_EXPERTS[(first + FAMILIES_APART * n) % count] for n in range(3)}
+    return (
+        range(1, length + 1)
+        if arch in three
+        else range(1 + FAMILIES.index(arch) % 5, length + 1, 5)
+    )
+
+
 def readings_of(method: str) -> tuple[str, ...]:
     """Readings that differ: there is something to absorb only where maps are linear."""
     own = method in COMPOSITIONS and "depth" not in COMPOSITIONS[method]((3, 7, 11))
@@ -385,6 +400,7 @@ def helpers() -> Any:
         random_addon=random_addon,
         families=FAMILIES,
         families_of=families_of,
+        splits_of=splits_of,
         methods=tuple(METHODS),
     )
 

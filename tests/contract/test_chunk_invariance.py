@@ -49,12 +49,10 @@ def _check_every_split(
 def test_every_split_of_40_tokens(case: Any, helpers: Any, arch: str, method: str) -> None:
     """Prefill k then one by one, or in one chunk, for every k: same state, same logits.
 
-    A composition meets every fifth k on most families, another fifth on each.
+    On most families a method meets every fifth k, another fifth on each.
     """
     made = case(arch, method, resident="expanded")
-    every = arch in helpers.families_of(method)
-    splits = range(1, 41) if every else range(1 + helpers.families.index(arch) % 5, 41, 5)
-    _check_every_split(made, helpers, helpers.tokens(40), splits)
+    _check_every_split(made, helpers, helpers.tokens(40), helpers.splits_of(method, arch, 40))
 
 
 @pytest.mark.on_families("llama", "qwen3_5", "smollm3")
@@ -106,7 +104,7 @@ def test_every_split_without_a_window(
 ) -> None:
     """W=0: a token sees even itself through its slot (methods whose code exists in time)."""
     made = case(arch, method, window=0, anchors=anchors)
-    _check_every_split(made, helpers, helpers.tokens(24), range(1, 25))
+    _check_every_split(made, helpers, helpers.tokens(24), helpers.splits_of(method, arch, 24))
 
 
 def test_long_prompts_are_cut_into_chunks_without_a_trace(

@@ -343,7 +343,7 @@ def test_a_plan_with_another_sequence_axis_than_the_add_ons_is_refused(model: An
 def test_what_cant_be_quantised_is_named_and_ends_the_cache(
     model: Any, cache_argument: Callable[..., Any]
 ) -> None:
-    """A single decode step is looked at once, through its scales."""
+    """Also in a single decode step, which is looked at once."""
     bias = text_decoder(model).layers[3].self_attn.v_proj.bias
     before = bias.data.clone()
     with attach(model, Bare(model, [], bits=BITS)) as attachment:
@@ -351,9 +351,25 @@ def test_what_cant_be_quantised_is_named_and_ends_the_cache(
         model(ids(9), **cache_argument(model, cache))
         bias.data[0] = float("nan")
         try:
-            with pytest.raises(CacheError, match=r"layer 3 got NaN or infinity.*after token 9"):
+            with pytest.raises(CacheError, match=r"layers \[3\] has NaN.*at token 9 of row 0"):
                 model(ids(1), **cache_argument(model, cache))
         finally:
             bias.data.copy_(before)
         with pytest.raises(CacheError, match="failed half-way"):
             model(ids(1), **cache_argument(model, cache))
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_an_add_on_whose_maps_overflow_is_named_where_slots_are_quantised(
+    model: Any, cache_argument: Callable[..., Any], count: int
+) -> None:
+    """Codes are finite and what is made of them is not."""
+    addon = Bare(model, LATENT, bits=BITS, resident="expanded")
+    addon.pipelines[0].depth.values["4"].bias.data[0] = float("inf")
+    with attach(model, addon) as attachment:
+        cache = attachment.new_cache()
+        model(ids(2), **cache_argument(model, cache))  # anchors only
+        with pytest.raises(
+            CacheError, match=r"slots must be finite.*layers \[4\] made after token 2"
+        ):
+            model(ids(count), **cache_argument(model, cache))

@@ -28,7 +28,7 @@ from kvfold.methods import build_pipelines, depth_methods
 from kvfold.plan import Plan
 from kvfold.store.fingerprint import Fingerprint
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 WEIGHTS_FILE = "addon.safetensors"
 DESCRIPTION_FILE = "addon.json"
 MAX_DESCRIPTION_BYTES = 64 * 2**20
