@@ -140,7 +140,7 @@ def with_slot_bias(
 
     mask: the same for all layers of `step`, which `key` tells from its others. bias: (query
     heads,) or None, which leaves the mask boolean. Else the result is what is added to logits,
-    (rows, heads, queries, places) in the bias's dtype.
+    (rows, heads, queries, places) in the bias's dtype, good until the next layer asks.
     """
     if bias is None or slots == 0:
         return mask
@@ -150,6 +150,9 @@ def with_slot_bias(
         return torch.where(mask, zero, -torch.inf)
 
     base = step.remember(("additive", *key, bias.dtype), make)
-    added = base.repeat(1, bias.shape[0], 1, 1)
-    added[..., mask.shape[-1] - slots :] += bias[None, :, None, None]
+    heads = bias.shape[0]
+    # One buffer for all layers, since a new one of this size costs more than what is written.
+    added = step.remember(("biased", *key, bias.dtype, heads), lambda: base.repeat(1, heads, 1, 1))
+    places = slice(mask.shape[-1] - slots, None)
+    torch.add(base[..., places], bias[None, :, None, None], out=added[..., places])
     return added
