@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvfold.runtime.schedule import Step
 
-QUERY_BLOCK = 256
+QUERY_BLOCK = 128
+"""Queries that share a mask: fewer waste less of the band, more take fewer calls."""
 
 MaskKind = Literal["stored", "written", "new", "slots"]
 
