@@ -145,7 +145,7 @@ def test_a_budget_is_fitted_and_what_it_picked_is_said(
     shape = anatomy(load_config(tiny_folder))
     assert plan == Plan.for_budget(shape, times_smaller=8)
     assert f"Plan: {describe(plan, shape)}" in flat(done)
-    assert "rank 88 (4.4x), codes in 8 bits: 90 bytes a token, 8.5x smaller" in flat(done)
+    assert "rank 144 (2.7x), codes in 5 bits: 92 bytes a token, 8.3x smaller" in flat(done)
 
 
 def pooled(kvfold, model, text, output, *more):
