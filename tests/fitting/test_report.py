@@ -67,27 +67,26 @@ def test_zero_weights_explain_nothing(tiny_model):
 
 
 def test_exact_side_is_the_models_own_attention_output(tiny_model, family, monkeypatch):
-    """The reference over exact keys, gated and projected, is what the attention module gives."""
-    from kvfold.fitting import report as report_module
+    """Attention over exact keys, gated and projected, is what the attention module gives."""
+    from kvfold.fitting.attention_output import LayerAttention
 
     model = tiny_model(family, dtype=torch.float64)
     plan, pipelines, layers = _whole_code(model)
     outputs = []
-    attend = report_module._Queries.attend
+    exact = LayerAttention.exact
 
-    def recording(self, own, history, plan):
-        output = attend(self, own, history, plan)
-        if history is own:
-            outputs.append((self.fold.index, output))
+    def recording(self):
+        output = exact(self)
+        outputs.append((self.fold.index, output))
         return output
 
-    monkeypatch.setattr(report_module._Queries, "attend", recording)
+    monkeypatch.setattr(LayerAttention, "exact", recording)
     ids = _windows(1)
     report_fit(model, plan, pipelines, ids)
     taken = {}
     handles = [
         attention_module(model, layer).o_proj.register_forward_hook(
-            lambda _, args, __, layer=layer: taken.update({layer: args[0]})
+            lambda _, __, output, layer=layer: taken.update({layer: output})
         )
         for layer in layers
     ]
@@ -95,6 +94,7 @@ def test_exact_side_is_the_models_own_attention_output(tiny_model, family, monke
         model(ids, use_cache=False)
     for handle in handles:
         handle.remove()
+    assert outputs
     for layer, output in outputs:
         torch.testing.assert_close(output, taken[layer][:, -output.shape[1] :], rtol=0, atol=1e-6)
 

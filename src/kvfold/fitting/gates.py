@@ -240,7 +240,8 @@ class GateTrainer:
                 known[key] = made, made.exact()
             attention, wanted = known[key]
             error = attention.folded(fold, codes, self.plan, window=window) - wanted
-            loss = error.pow(2).sum() / wanted.pow(2).sum()
+            size = wanted.pow(2).sum().clamp_min(torch.finfo(wanted.dtype).tiny)
+            loss = error.pow(2).sum() / size
             losses[layer] = float(loss.detach())
             total = total + loss
         return total

@@ -66,7 +66,7 @@ class _LayerReport:
             "keys_r2": round(self.keys.r2, 6) if mapped else None,
             "values_r2": round(self.values.r2, 6) if mapped else None,
             "attention_cosine": round(self.cosine / self.queries, 6) if self.queries else None,
-            "attention_error": round(self.error / self.size, 6) if self.queries else None,
+            "attention_error": round(self.error / self.size, 6) if self.size > 0 else None,
         }
 
 
