@@ -11,6 +11,7 @@ from a code, and a first token's keys and values (an attention sink) are far fro
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ class _Job:
             if saved is not None and stage < saved["stage"]:
                 continue
             tasks = tasks_of_stage(members, stage, self.shape, device)
-            _check_enough(self.tokens, self.plan.anchors, tasks)
+            check_enough(self.tokens, self.plan.anchors, tasks)
             begin = 0
             if saved is not None and stage == saved["stage"]:
                 begin = int(saved["next_window"])
@@ -162,7 +163,7 @@ class _Job:
         """The gates of the sequence axis; returns what the report says about them."""
         if not trainable(self.pipelines):
             return {}
-        _check_windows(self.tokens)
+        check_windows(self.tokens)
         seq, settings = self.tokens.shape[1], self.gates
         trainer = GateTrainer(self.model, self.shape, self.plan, self.pipelines, seq, settings)
         saved = load_checkpoint(self.checkpoint, self.digest) if self.checkpoint else None
@@ -238,7 +239,8 @@ def _check_arguments(
         )
 
 
-def _check_windows(tokens: Tensor) -> None:
+def check_windows(tokens: Tensor) -> None:
+    """Raise `CorpusError` unless tokens are (windows, seq) with at least one token."""
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise CorpusError(
             "a fit needs token windows of shape (windows, seq) with at least one token; got "
@@ -246,8 +248,9 @@ def _check_windows(tokens: Tensor) -> None:
         )
 
 
-def _check_enough(tokens: Tensor, anchors: int, tasks: list[Task]) -> None:
-    _check_windows(tokens)
+def check_enough(tokens: Tensor, anchors: int, tasks: Sequence[Task]) -> None:
+    """Raise `CorpusError` unless the text has a row for every unknown of each task."""
+    check_windows(tokens)
     rows = tokens.shape[0] * max(0, tokens.shape[1] - anchors)
     needed = max(task.unknowns for task in tasks)
     if rows < needed:

@@ -15,9 +15,9 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from kvfold.anatomy import Anatomy, anatomy, text_decoder
-from kvfold.errors import CorpusError
 from kvfold.fitting.bar import progress_bar
 from kvfold.fitting.dispersion import DEFAULT_STRENGTH
+from kvfold.fitting.fit import check_enough, check_windows
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gates import GateSettings, GateTrainer, gate_of, train_gates, trainable
 from kvfold.fitting.gram import exact_dtype
@@ -47,6 +47,7 @@ def fit_together(
     tokens: (windows, seq) ids without padding. Raises what `fit` raises; there are no checkpoints
     and no held-out report.
     """
+    check_windows(tokens)
     shape = anatomy(model)
     first = next(text_decoder(model).parameters())
     wide = torch.float64 if first.dtype == torch.float64 else torch.float32
@@ -60,7 +61,8 @@ def fit_together(
             for name, plan in plans.items()
             for task in tasks_of_stage(members[name], stage, shape, first.device)
         ]
-        _check_enough(tokens, tasks)
+        for anchors, task in tasks:
+            check_enough(tokens, anchors, [task])
         leaders = _leaders(tasks)
         label = f"fitting {len(plans)} plans, stage {stage + 1}"
         _one_pass(model, shape, leaders.values(), tokens, label if progress else None)
@@ -155,18 +157,3 @@ def _one_pass(
             seen = {s: exact_dtype(x) for s, x in capture(model, shape, sources, ids).items()}
             for anchors, task in tasks:
                 task.add({source: x[:, anchors:] for source, x in seen.items()})
-
-
-def _check_enough(tokens: Tensor, tasks: Iterable[tuple[int, Task]]) -> None:
-    if tokens.ndim != 2 or tokens.numel() == 0:
-        raise CorpusError(
-            "a fit needs token windows of shape (windows, seq) with at least one token; got "
-            f"{tuple(tokens.shape)}; give it a longer text"
-        )
-    for anchors, task in tasks:
-        rows = tokens.shape[0] * max(0, tokens.shape[1] - anchors)
-        if rows < task.unknowns:
-            raise CorpusError(
-                f"{task.name} has {task.unknowns} unknowns per output and needs as many tokens "
-                f"beyond the anchors; got {rows}; give it a longer text"
-            )
