@@ -10,6 +10,9 @@ from kvfold.anatomy import (
     FAMILIES,
     attention_module,
     k_norm_weight,
+    linear_attention_module,
+    linear_inputs,
+    mixer_module,
     rotary,
     supported_attention,
     text_decoder,
@@ -212,3 +215,78 @@ def test_other_attention_implementations_are_refused(tiny_model):
 def test_a_module_that_is_no_decoder_is_refused():
     with pytest.raises(UnsupportedModelError, match="Linear"):
         text_decoder(torch.nn.Linear(2, 2))
+
+
+HYBRIDS = ("qwen3_5", "qwen3_5_moe")
+
+
+def test_the_mixer_of_a_layer_is_its_attention_or_its_linear_attention(tiny_model, family):
+    model = tiny_model(family)
+    for layer in kvfold.anatomy(model).layers:
+        linear = layer.kind == "linear_attention"
+        made = linear_attention_module if linear else attention_module
+        assert mixer_module(model, layer.index) is made(model, layer.index)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_inputs_of_linear_attention_are_what_its_rule_is_given(tiny_model, name, monkeypatch):
+    """From the accessor's weights follows every tensor that the module hands to its delta rule."""
+    model = tiny_model(name)
+    module = linear_attention_module(model, 2)
+    weights = linear_inputs(module)
+    given = _delta_rule_arguments(module, monkeypatch)
+    hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        module(hidden)
+        channels = (hidden @ weights.qkv_weight.T).transpose(1, 2)
+        assert weights.conv_weight.shape == (channels.shape[1], 4)
+        padded = torch.nn.functional.pad(channels, (3, 0))
+        mixed = torch.nn.functional.conv1d(
+            padded, weights.conv_weight[:, None], weights.conv_bias, groups=channels.shape[1]
+        )
+        mixed = torch.nn.functional.silu(mixed).transpose(1, 2)
+        g = torch.nn.functional.softplus(hidden @ weights.a_weight.T + weights.dt_bias)
+        beta = (hidden @ weights.b_weight.T).sigmoid()
+        keys = mixed[..., weights.k_channels].unflatten(2, (weights.k_heads, weights.k_dim))
+        values = mixed[..., weights.v_channels].unflatten(2, (weights.v_heads, weights.v_dim))
+        queries = mixed[..., : weights.k_channels.start].unflatten(2, (weights.k_heads, -1))
+    assert weights.v_channels.stop == channels.shape[1]
+    for name, expected in (
+        ("queries", queries),
+        ("keys", keys),
+        ("values", values),
+        ("g", -weights.a_log.exp() * g),
+        ("beta", beta),
+    ):
+        torch.testing.assert_close(given[name], expected)
+
+
+def _delta_rule_arguments(module, monkeypatch):
+    """What a linear-attention module passes to its chunked rule in the next forward."""
+    import sys
+
+    given = {}
+    source = sys.modules[type(module).__module__]
+    rule = source.torch_chunk_gated_delta_rule
+
+    def record(query, key, value, g, beta, **settings):
+        given.update(queries=query, keys=key, values=value, g=g, beta=beta)
+        return rule(query, key, value, g=g, beta=beta, **settings)
+
+    if hasattr(module, "torch_chunk_gated_delta_rule"):
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", record)
+    monkeypatch.setattr(source, "torch_chunk_gated_delta_rule", record)
+    return given
+
+
+def test_value_heads_that_share_a_key_head_are_neighbours(tiny_model):
+    weights = linear_inputs(linear_attention_module(tiny_model("qwen3_5"), 0))
+    expected = torch.arange(weights.k_heads).repeat_interleave(weights.v_heads // weights.k_heads)
+    assert weights.head_of == tuple(expected.tolist()) == (0, 0, 1, 1)
+
+
+def test_linear_attention_with_another_activation_is_refused(tiny_model):
+    module = linear_attention_module(tiny_model("qwen3_5"), 0)
+    module.activation = "gelu"
+    with pytest.raises(UnsupportedModelError, match="SiLU"):
+        linear_inputs(module)

@@ -326,6 +326,78 @@ def attention_module(model: Any, layer: int) -> Any:
     return text_decoder(model).layers[layer].self_attn
 
 
+def linear_attention_module(model: Any, layer: int) -> Any:
+    """The linear-attention (Gated DeltaNet) module of one layer (0-based)."""
+    return text_decoder(model).layers[layer].linear_attn
+
+
+def mixer_module(model: Any, layer: int) -> Any:
+    """What mixes tokens in one layer (0-based): its attention, or its linear attention."""
+    if anatomy(model).layers[layer].kind == "linear_attention":
+        return linear_attention_module(model, layer)
+    return attention_module(model, layer)
+
+
+@dataclass(frozen=True)
+class LinearInputs:
+    """The weights with which a Gated DeltaNet module turns its input into what its state reads.
+
+    qkv_weight: (channels, hidden), its rows q, then k, then v; b_weight (of beta) and a_weight (of
+    the decay): (v_heads, hidden). conv_weight: (channels, kernel) of the causal convolution that
+    q, k and v pass, conv_bias: (channels,) or None. a_log and dt_bias: (v_heads,), of the log
+    decay `g = -exp(a_log) * softplus(a + dt_bias)`. All are the module's own, not copies.
+    """
+
+    qkv_weight: Tensor
+    b_weight: Tensor
+    a_weight: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    a_log: Tensor
+    dt_bias: Tensor
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def k_channels(self) -> slice:
+        """Where the keys are among the channels, head by head; the queries are before them."""
+        return slice(self.k_heads * self.k_dim, 2 * self.k_heads * self.k_dim)
+
+    @property
+    def v_channels(self) -> slice:
+        """Where the values are among the channels, head by head."""
+        return slice(self.k_channels.stop, self.k_channels.stop + self.v_heads * self.v_dim)
+
+    @property
+    def head_of(self) -> tuple[int, ...]:
+        """The key head that each value head reads: neighbouring value heads share one."""
+        return tuple(head // (self.v_heads // self.k_heads) for head in range(self.v_heads))
+
+
+def linear_inputs(module: Any) -> LinearInputs:
+    """The weights of a linear-attention module; raises `UnsupportedModelError` if not SiLU."""
+    if module.activation not in ("silu", "swish"):
+        raise UnsupportedModelError(
+            "a convolution of linear attention must end in SiLU, the only one kvfold computes; "
+            f"this model's ends in {module.activation!r}; use a model with hidden_act='silu'"
+        )
+    return LinearInputs(
+        qkv_weight=module.in_proj_qkv.weight,
+        b_weight=module.in_proj_b.weight,
+        a_weight=module.in_proj_a.weight,
+        conv_weight=module.conv1d.weight.squeeze(1),
+        conv_bias=module.conv1d.bias,
+        a_log=module.A_log,
+        dt_bias=module.dt_bias,
+        k_heads=int(module.num_k_heads),
+        v_heads=int(module.num_v_heads),
+        k_dim=int(module.head_k_dim),
+        v_dim=int(module.head_v_dim),
+    )
+
+
 def rotary(model: Any, family: Family, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of full-attention layers, as the model itself computes them.
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from kvfold.anatomy import Anatomy
 from kvfold.errors import PlanError
@@ -31,6 +31,7 @@ from kvfold.plan_entries import (
 
 __all__ = ["Ced", "Csa2", "DepthEntry", "Drop", "Identity", "Latent", "Plan", "Pool", "Turboquant"]
 
+Prefill = Literal["full", "skip"]
 PrefillAttention = Literal["exact", "folded"]
 Resident = Literal["auto", "expanded", "shared", "absorbed"]
 
@@ -43,7 +44,13 @@ class Plan(Frozen):
     decode step at their place would see). resident: how regenerated K and V are held in memory.
     depth: which layers' history comes from where. sequence: which layers' tokens are pooled into
     slots. bits: which layers' slots are quantised. A layer that an axis does not name is left as
-    it is on that axis. prefill holds the place of prefill skipping.
+    it is on that axis.
+
+    prefill: whether a prompt runs through all layers (`full`), or only its last `replay` tokens
+    and the anchors run through those from `split` on (`skip`; the others leave their history
+    there, which the depth axis makes of earlier layers). state_projector: start the recurrent
+    states of upper linear-attention layers from what is predicted of the skipped tokens, instead
+    of from nothing.
     """
 
     version: Literal[1] = 1
@@ -54,7 +61,9 @@ class Plan(Frozen):
     depth: tuple[DepthEntry, ...] = ()
     sequence: tuple[Pool, ...] = ()
     bits: tuple[Turboquant, ...] = ()
-    prefill: Literal["full"] = "full"
+    prefill: Prefill = "full"
+    replay: Annotated[Count, Field(ge=1)] = 256
+    state_projector: bool = False
 
     @field_validator("depth", "sequence", "bits", mode="before")
     @classmethod
@@ -70,6 +79,17 @@ class Plan(Frozen):
         """Every layer that some entry of some axis names, in order."""
         entries = (*self.depth, *self.sequence, *self.bits)
         return tuple(sorted({layer for entry in entries for layer in entry.layers}))
+
+    @property
+    def split(self) -> int | None:
+        """How many layers a skipped token runs through: the highest split of the depth axis.
+
+        None where no entry draws on a hidden state.
+        """
+        splits = [
+            e.split for e in self.depth if isinstance(e, Ced | Latent) and e.split is not None
+        ]
+        return max(splits, default=None)
 
     def group_of(self, layer: int) -> int:
         """Tokens that become one slot of a layer: 1 where nothing pools them."""
@@ -150,7 +170,8 @@ class Plan(Frozen):
             {"method": "drop", "layers": layers, "group": group} for group, layers in groups.items()
         ]
         window = max(1, self.window)
-        return self.replace(depth=drops, sequence=(), bits=(), window=window, resident="auto")
+        kept = {"window": window, "resident": "auto", "prefill": "full", "state_projector": False}
+        return self.replace(depth=drops, sequence=(), bits=(), **kept)
 
     def check(self, anatomy: Anatomy) -> None:
         """Raise `PlanError` unless the model has every layer, in the order the plan needs."""

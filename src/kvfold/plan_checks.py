@@ -32,6 +32,25 @@ class PlanLike(Protocol):
     def bits(self) -> tuple[Turboquant, ...]:
         """The bits axis."""
 
+    @property
+    def prefill(self) -> str:
+        """`full` or `skip`."""
+
+    @property
+    def replay(self) -> int:
+        """Tokens of a skipped prompt that run through all layers."""
+
+    @property
+    def state_projector(self) -> bool:
+        """Whether states of skipped linear-attention layers are predicted."""
+
+    @property
+    def split(self) -> int | None:
+        """How many layers a skipped token runs through."""
+
+    def group_of(self, layer: int) -> int:
+        """Tokens of one slot of a layer."""
+
 
 def check_plan(plan: PlanLike, anatomy: Anatomy) -> None:
     """Raise `PlanError` unless the model has every layer, in the order the plan needs."""
@@ -45,6 +64,64 @@ def check_plan(plan: PlanLike, anatomy: Anatomy) -> None:
             _check_layers(other, anatomy)
         _check_axis(axis, entries, plan.depth)
     _check_window(plan)
+    if plan.prefill == "skip":
+        _check_skip(plan, anatomy)
+    if plan.state_projector:
+        _check_state_projector(plan, anatomy)
+
+
+def _split_of(plan: PlanLike, what: str) -> int:
+    if plan.split is None:
+        raise PlanError(
+            f"{what} needs a depth entry that draws on a hidden state (ced, or latent with a "
+            "split): it says how many layers skipped tokens run through; the plan has none"
+        )
+    return plan.split
+
+
+def _check_skip(plan: PlanLike, anatomy: Anatomy) -> None:
+    """Every layer from the split on must have a history that needs no layer from the split on."""
+    split = _split_of(plan, "prefill: skip")
+    sliding = [n.index for n in anatomy.layers[split:] if n.kind == "sliding_attention"]
+    if sliding:
+        raise PlanError(
+            f"prefill: skip needs layers from {split} on whose history can be regenerated; layers "
+            f"{sliding} attend to a sliding window of exact tokens; use prefill: full"
+        )
+    ced = {layer for e in plan.depth if isinstance(e, Ced) for layer in e.layers}
+    skippable: set[int] = set()
+    for entry in plan.depth:
+        if min(entry.layers) < split <= max(entry.layers):
+            raise PlanError(
+                f"under prefill: skip an entry must lie on one side of the split {split}; the "
+                f"{entry.method} entry has layers {list(entry.layers)}; divide it, or choose "
+                "another split"
+            )
+        is_fed = isinstance(entry, Csa2) and entry.source in ced
+        if isinstance(entry, Ced | Drop) or is_fed or getattr(entry, "split", None) is not None:
+            skippable.update(entry.layers)
+    left = [layer for layer in anatomy.foldable_layers if layer >= split and layer not in skippable]
+    if left:
+        raise PlanError(
+            f"under prefill: skip the history of every layer from {split} on must come from H_s, "
+            f"by ced, by csa2 on a source that ced feeds, or by latent with a split; layers "
+            f"{left} have another or none; add them to such an entry, or use prefill: full"
+        )
+    largest = max((plan.group_of(n) for n in anatomy.foldable_layers if n >= split), default=1)
+    if plan.replay < plan.window + largest - 1:
+        raise PlanError(
+            f"replay must be at least the window's {plan.window + largest - 1} tokens, whose exact "
+            f"keys and values it makes; got replay={plan.replay}; raise it, or narrow the window"
+        )
+
+
+def _check_state_projector(plan: PlanLike, anatomy: Anatomy) -> None:
+    split = _split_of(plan, "state_projector")
+    if not any(layer.kind == "linear_attention" for layer in anatomy.layers[split:]):
+        raise PlanError(
+            f"state_projector serves linear-attention layers from the split on; this model has "
+            f"none from layer {split} on; leave it out"
+        )
 
 
 def _check_window(plan: PlanLike) -> None:

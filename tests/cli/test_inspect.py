@@ -125,6 +125,65 @@ def test_a_budget_that_can_not_be_is_explained(run, folder, options, message):
     assert "Traceback" not in result.stderr
 
 
+@pytest.fixture(scope="module")
+def hybrid_folder(tiny_folder, tiny_model, tmp_path_factory):
+    """A folder with a tiny hybrid and a tokenizer of bytes."""
+    from transformers import AutoTokenizer
+
+    path = tmp_path_factory.mktemp("models") / "hybrid"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tiny_model("qwen3_5", vocab_size=len(tokenizer)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_decay_adds_a_table_of_half_lives_and_heads_that_keep_a_state(
+    run, hybrid_folder, text_file
+):
+    options = ("--decay", "--data", text_file, "--windows", 3, "--window", 300)
+    shown = run("inspect", hybrid_folder, *options)
+    assert shown.exit_code == 0, shown.output
+    assert "forget, on 3 windows of 300 tokens" in shown.stdout
+    assert "after 128" in shown.stdout
+    assert "after 256" in shown.stdout
+    assert "after 512" not in shown.stdout  # longer than the windows
+    assert max(map(len, shown.stdout.splitlines())) <= 100
+    report = json.loads(run("inspect", hybrid_folder, *options, "--json").stdout)
+    layers = report["decay"]["layers"]
+    assert [layer["layer"] for layer in layers] == [0, 1, 2, 4, 5, 6]
+    for layer in layers:
+        assert len(layer["heads"]) == 4
+        kept = [head["kept"]["128"] for head in layer["heads"]]
+        counts = f"{sum(k > 0.01 for k in kept)} / {sum(k > 0.001 for k in kept)}"
+        lives = sorted(head["half_life"] for head in layer["heads"])
+        row = next(
+            line
+            for line in shown.stdout.splitlines()
+            if line.startswith(f"│     {layer['layer']} │     4 │")
+        )
+        assert counts in row
+        assert f" {lives[0]:.1f} " in row
+
+
+def test_decay_of_a_model_that_only_attends_is_an_error_before_its_weights_are_loaded(run, folder):
+    result = run("inspect", folder("llama"), "--decay")
+    assert result.exit_code == 2
+    assert "has no linear-attention layers" in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("option", [("--data", "x.txt"), ("--window", 64), ("--device", "cpu")])
+def test_options_of_decay_want_decay(run, folder, option):
+    result = run("inspect", folder("qwen3_5"), *option)
+    assert result.exit_code == 2
+    assert f"got {option[0]} without it" in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_help_says_that_decay_loads_weights(run):
+    shown = " ".join(run("inspect", "--help").output.replace("│", " ").split())
+    assert "Load the weights and measure how fast states forget" in shown
+
+
 def test_every_preset_is_told_in_words(run, folder):
     shown = run("inspect", folder("qwen3_5")).output
     assert "4 tokens a slot (token gate): 64 bytes a token, 4.0x smaller" in shown

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.anatomy import Anatomy, anatomy
-from kvfold.methods import build_pipelines
+from kvfold.methods import StateProjector, build_pipelines, build_state_projector
 from kvfold.plan import Plan
 from kvfold.runtime.attach import Attachment, attach
 from kvfold.runtime.cache import FoldedCache
@@ -130,6 +130,78 @@ COMPOSITIONS: dict[str, Callable[[Layers], Axes]] = {
 """The other axes, alone and together."""
 
 ALL = {**METHODS, **COMPOSITIONS}
+
+
+def _upper(layers: Layers) -> tuple[Layers, int]:
+    """The layers that a prompt skips, and the split below them.
+
+    The upper half of a dense model; all attention layers of a hybrid, with a linear one between
+    the split and the first of them.
+    """
+    if layers[0] == 0:
+        return layers[len(layers) // 2 :], layers[len(layers) // 2]
+    return layers, layers[0] - 1
+
+
+def _skipped_ced(ls: Layers) -> Axes:
+    upper, split = _upper(ls)
+    return _depth(_ced(upper, split))
+
+
+def _skipped_csa2(ls: Layers) -> Axes:
+    upper, split = _upper(ls)
+    return _depth(_ced(upper[:1], split), _csa2(upper))
+
+
+def _skipped_latent(ls: Layers) -> Axes:
+    upper, split = _upper(ls)
+    return _depth(_latent(upper, split=split))
+
+
+def _over_lower(ls: Layers) -> Axes:
+    """Upper layers from H_s, and lower ones folded in ways of their own."""
+    upper, split = _upper(ls)
+    lower = tuple(n for n in ls if n < split)
+    depth = [_ced(upper, max(0, split - 1)), *([_latent(lower[:2])] if lower else [])]
+    first = {"method": "ced", "split": split, "layers": upper[-1:]}
+    depth[0]["layers"] = upper[:-1] or upper
+    depth += [first] if len(upper) > 1 else []
+    axes = {**_depth(*depth), **_bits(lower[2:], 8, 4)} if lower[2:] else _depth(*depth)
+    pools = [*_pool(upper[:-1] or upper, group=3, gate="head")["sequence"]]
+    pools += _pool(lower[:2], group=2)["sequence"] if lower else []
+    return {**axes, "sequence": pools}
+
+
+SKIPPED: dict[str, Callable[[Layers], Axes]] = {
+    "ced": _skipped_ced,
+    "ced-csa2": _skipped_csa2,
+    "latent": _skipped_latent,
+    "ced+pool": lambda ls: {**_skipped_ced(ls), **_pool(_upper(ls)[0])},
+    "ced-csa2+pool-overlap-3": lambda ls: {
+        **_skipped_csa2(ls),
+        **_pool(_upper(ls)[0], group=3, gate="head", overlap=True),
+    },
+    "ced-csa2+k8v4": lambda ls: {**_skipped_csa2(ls), **_bits(_upper(ls)[0], 8, 4)},
+    "latent+pool+k8v4": lambda ls: {
+        **_skipped_latent(ls),
+        **_pool(_upper(ls)[0], position="last"),
+        **_bits(_upper(ls)[0], 8, 4),
+    },
+    "over-lower": _over_lower,
+}
+"""Plans under which prompts may skip the upper layers."""
+SKIPPING_FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "smollm3",
+    "phi3",
+)
+"""All but those with layers of a sliding window."""
 NON_LINEAR = ("csa2-residual",)
 FAMILIES = (
     "llama",
@@ -200,6 +272,7 @@ class RandomAddOn:
 
     plan: Plan
     pipelines: nn.ModuleList
+    state_projector: StateProjector | None = None
 
     def check_base(self, model: Any) -> None:
         """Any model will do."""
@@ -208,12 +281,14 @@ class RandomAddOn:
 def random_addon(model: Any, plan: Plan, seed: int = 0) -> RandomAddOn:
     """Weights drawn so that regenerated keys and values are about as large as their inputs."""
     pipelines = build_pipelines(plan, anatomy(model))
+    projector = build_state_projector(plan, anatomy(model))
     generator = torch.Generator().manual_seed(seed)
-    for parameter in pipelines.parameters():
+    weights = [*pipelines.parameters(), *(projector.parameters() if projector else ())]
+    for parameter in weights:
         fan_in = parameter.shape[-1] if parameter.dim() > 1 else 4
         drawn = torch.randn(parameter.shape, generator=generator) / fan_in**0.5
         parameter.data = drawn.to(model.dtype)
-    return RandomAddOn(plan, pipelines)
+    return RandomAddOn(plan, pipelines, projector)
 
 
 @dataclass
@@ -251,6 +326,19 @@ def run(model: Any, ids: Tensor, cache: Any = None, mask: Tensor | None = None) 
     return logits
 
 
+def last(model: Any, ids: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
+    """Logits of the last column, (batch, 1, vocabulary)."""
+    named = {} if cache is None else {cache_name(): cache}
+    with torch.no_grad():
+        logits: Tensor = model(ids, attention_mask=mask, logits_to_keep=1, **named).logits
+    return logits
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """The cache as an argument of a model's forward or of generate."""
+    return {cache_name(): cache}
+
+
 def cache_name() -> str:
     """The name of the cache argument in this transformers."""
     import inspect
@@ -276,7 +364,8 @@ def case(tiny_model: Callable[..., Any]) -> Callable[..., Case]:
         if (family, dtype) not in models:
             models[family, dtype] = tiny_model(family, dtype=dtype)
         model = models[family, dtype]
-        axes = ALL[method](anatomy(model).foldable_layers)
+        methods = SKIPPED if keys.get("prefill") == "skip" else ALL
+        axes = methods[method](anatomy(model).foldable_layers)
         plan = Plan.from_dict({"anchors": 4, "window": 8, **keys, **axes})
         return Case(model, plan, random_addon(model, plan))
 
@@ -391,6 +480,7 @@ def helpers() -> Any:
 
     return SimpleNamespace(
         run=run,
+        last=last,
         assert_same=assert_same,
         assert_same_state=assert_same_state,
         state=state,
@@ -402,6 +492,7 @@ def helpers() -> Any:
         families_of=families_of,
         splits_of=splits_of,
         methods=tuple(METHODS),
+        cache_argument=cache_argument,
     )
 
 
@@ -416,6 +507,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "unquantised: leave out methods of the bits axis",
         "without_window: leave out methods that need a window",
         "from_codes: leave out expanded reading",
+        "skipping: plans under which prompts skip the upper layers, and families that can",
     ):
         config.addinivalue_line("markers", line)
 
@@ -448,6 +540,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marks = metafunc.definition.iter_markers("parametrize")
     named = (mark.args[0] for mark in marks)
     own = {name for names in named for name in ([names] if isinstance(names, str) else names)}
+    if "skipping" in marked:
+        for name, values in (("method", SKIPPED), ("arch", SKIPPING_FAMILIES)):
+            if name in metafunc.fixturenames and name not in own:
+                metafunc.parametrize(name, list(values))
+        return
     free = [n for n in ("arch", "method", "reading") if n in metafunc.fixturenames and n not in own]
     if "method" not in free:
         for name in free:

@@ -33,7 +33,8 @@ class Dense:
     readings: of each layer. exact: how many tokens of the text are a prompt whose queries see
     every key (exact prefill). given: activations that all codes are made from, if not those of the
     folded model itself. The codes of a token that come after its own layers have run are
-    taken from the pass before, so passes are repeated until the logits no longer change.
+    taken from the pass before, so passes are repeated until the logits no longer change. skipped:
+    what ran where under prefill skipping; what upper layers make of other tokens is never used.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class Dense:
         *,
         exact: int = 0,
         given: Activations | None = None,
+        skipped: Skipped | None = None,
     ) -> None:
         self.case = case
         self.readings = readings
         self.exact = exact
+        self.skipped = skipped
         self.given = given
         self.found: dict[Source, Tensor] = {}
         self.before: dict[Source, Tensor] = {}
@@ -67,7 +70,8 @@ class Dense:
         made = torch.zeros(())
         with self._patched():
             for _ in range(PASSES):
-                self.before, self.found = self.found, {}
+                self.before = dict(self.found)
+                self.found.clear()
                 last, made = made, one_pass()
                 if torch.equal(last, made):
                     return made
@@ -84,6 +88,11 @@ class Dense:
                             self._keep(source), with_kwargs=True
                         )
                         stack.callback(handle.remove)
+                for layer in self.skipped.linear if self.skipped else ():
+                    module = layers[layer].linear_attn
+                    if "forward" not in module.__dict__:
+                        module.forward = self.skipped.linear_forward(module, self.found)
+                        stack.callback(delattr, module, "forward")
                 for layer in pipeline.layers:
                     module = attention_module(self.case.model, layer)
                     module.forward = self._forward(layer, module, pipeline)
@@ -110,7 +119,7 @@ class Dense:
             slot_keys, slot_values = own.history(pipeline, self._code_of(pipeline))
             keys = torch.cat([keys, slot_keys], dim=2)
             values = torch.cat([made.values, slot_values], dim=2)
-            mixed = own.attention(queries, keys, values, pipeline, self.exact)
+            mixed = own.attention(queries, keys, values, pipeline, self.exact, self.skipped)
             mixed = mixed.transpose(1, 2).flatten(2)
             if made.gate is not None:
                 mixed = mixed * torch.sigmoid(made.gate)
@@ -127,6 +136,72 @@ class Dense:
                 code = pipeline.depth.encode(known)
                 return code, code if hidden is None else hidden
         return None
+
+
+class Skipped:
+    """Which tokens of a text ran through the layers from `split` on, call by call.
+
+    calls: how many tokens each call brought. spans: contiguous tokens that ran, in order. Between
+    two of them a recurrent state is lost, or goes on over inputs that the add-on predicts.
+    """
+
+    def __init__(self, case: Any, calls: list[int]) -> None:
+        plan = case.plan
+        self.split = plan.split
+        self.projector = case.addon.state_projector
+        self.linear = [
+            layer.index
+            for layer in case.anatomy.layers[self.split :]
+            if layer.kind == "linear_attention"
+        ]
+        self.spans: list[list[int]] = [[0, 0]]
+        seen = 0
+        for new in calls:
+            begin = seen + new - plan.replay if new > plan.replay else seen
+            upto = max(seen, min(plan.anchors, begin))
+            self.spans[-1][1] = upto
+            if begin > upto:
+                self.spans.append([begin, begin])
+            seen += new
+            self.spans[-1][1] = seen
+
+    def linear_forward(self, module: Any, found: dict[Source, Tensor]) -> Any:
+        """A linear layer that starts from nothing in each span, or has predicted inputs between."""
+        own = type(module).forward
+        ran = [token for start, stop in self.spans for token in range(start, stop)]
+
+        def forward(hidden_states: Tensor, **_: Any) -> Tensor:
+            if self.projector is not None:
+                features = self.projector.features(found)
+                inputs = self.projector.project(module.layer_idx, features)
+                inputs[:, ran] = hidden_states[:, ran]
+                made: Tensor = own(module, inputs)
+                return made
+            made = torch.zeros_like(hidden_states)
+            for start, stop in self.spans:
+                if stop > start:
+                    made[:, start:stop] = own(module, hidden_states[:, start:stop])
+            return made
+
+        return forward
+
+    def mask(self, mask: Tensor, slots: int, group: int, anchors: int) -> Tensor:
+        """Token by token: what each query of a span sees; rows of other tokens see everything.
+
+        mask: (seq, seq + slots) without skipping.
+        """
+        seq = mask.shape[0]
+        made = torch.ones_like(mask)
+        for start, stop in self.spans:
+            for query in range(start, stop):
+                made[query] = mask[query]
+                for slot in range(slots):
+                    first, last = anchors + group * slot, anchors + group * slot + group - 1
+                    if first < start and last <= query and start > anchors:
+                        made[query, seq + slot] = True
+                        made[query, first : last + 1] = False
+                made[query, anchors:start] = False
+        return made
 
 
 class Layer:
@@ -218,7 +293,13 @@ class Layer:
         return torch.cat([turned, rest[..., width:]], dim=-1)
 
     def attention(
-        self, queries: Tensor, keys: Tensor, values: Tensor, pipeline: Pipeline, exact: int
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        pipeline: Pipeline,
+        exact: int,
+        skipped: Skipped | None,
     ) -> Tensor:
         """One softmax over [exact | slots]; the first `exact` queries see exact keys only."""
         seq, slots = queries.shape[2], keys.shape[2] - queries.shape[2]
@@ -232,6 +313,8 @@ class Layer:
         )
         mask[:exact, :seq] = torch.ones(exact, seq, dtype=torch.bool).tril()
         mask[:exact, seq:] = False
+        if skipped is not None and self.index >= skipped.split:
+            mask = skipped.mask(mask, slots, pipeline.group, self.plan.anchors)
         repeat = queries.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(repeat, dim=1) for x in (keys, values))
         logits = self.module.scaling * queries @ keys.transpose(2, 3)
@@ -383,3 +466,47 @@ def test_scores_with_an_exact_history_are_those_of_the_dense_reference(
     sources = {source for pipeline in made.addon.pipelines for source in pipeline.inputs}
     given = capture(made.model, made.anatomy, sources, ids)
     helpers.assert_same(scored, Dense(made, readings, given=given).hidden_states(ids))
+
+
+SKIPPING_CALLS = {
+    "one prompt": [44],
+    "nothing to skip but anchors": [15],
+    "two turns": [30, 24],
+    "a short turn": [26, 7, 19],
+    "tokens between turns": [25, 1, 1, 1, 22, 1],
+}
+
+
+@pytest.mark.parametrize("calls", SKIPPING_CALLS.values(), ids=SKIPPING_CALLS)
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5", "smollm3"])
+@pytest.mark.parametrize("resident", ["expanded", "shared", "absorbed"])
+@pytest.mark.skipping
+def test_skipped_prompts_are_those_of_the_dense_reference(
+    case: Any, helpers: Any, arch: str, method: str, resident: str, calls: list[int]
+) -> None:
+    """Each call's last logits, where upper layers run on anchors and replayed tokens only."""
+    _check_skipped(case(arch, method, prefill="skip", replay=12, resident=resident), helpers, calls)
+
+
+@pytest.mark.parametrize("calls", SKIPPING_CALLS.values(), ids=SKIPPING_CALLS)
+@pytest.mark.parametrize("arch", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("method", ["ced", "ced-csa2+pool-overlap-3"])
+def test_states_of_skipped_tokens_are_those_of_the_dense_reference(
+    case: Any, helpers: Any, arch: str, method: str, calls: list[int]
+) -> None:
+    """With a state projector linear layers go on over predicted inputs of skipped tokens."""
+    made = case(arch, method, prefill="skip", replay=12, state_projector=True)
+    _check_skipped(made, helpers, calls)
+
+
+def _check_skipped(made: Any, helpers: Any, calls: list[int]) -> None:
+    ids = helpers.tokens(sum(calls))
+    ends = torch.tensor(calls).cumsum(0)
+    parts = []
+    with made.attach() as attachment:
+        cache = attachment.new_cache()
+        for end, count in zip(ends.tolist(), calls, strict=True):
+            parts.append(helpers.last(made.model, ids[:, end - count : end], cache))
+        readings = attachment.resident
+    dense = Dense(made, readings, skipped=Skipped(made, calls)).logits(ids)
+    helpers.assert_same(torch.cat(parts, dim=1), dense[:, ends - 1])

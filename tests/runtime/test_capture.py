@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvfold.anatomy import anatomy, attention_module, text_decoder
+from kvfold.anatomy import anatomy, attention_module, linear_attention_module, text_decoder
 from kvfold.errors import FitError
 from kvfold.methods import Source
 from kvfold.runtime.capture import capture
@@ -43,6 +43,26 @@ def test_captured_activations_are_those_of_a_whole_forward(tiny_model, family):
             for kind, heads in (("keys", made.keys), ("values", made.values)):
                 flat = heads.transpose(1, 2).flatten(2)
                 torch.testing.assert_close(got[Source(kind, layer)], flat)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_inputs_of_a_linear_attention_layer_are_what_its_projections_read(tiny_model, name):
+    model = tiny_model(name)
+    read = {}
+    for layer in (0, 2, 5):
+        linear_attention_module(model, layer).in_proj_qkv.register_forward_pre_hook(
+            lambda _, args, layer=layer: read.setdefault(layer, args[0])
+        )
+    got = capture(model, anatomy(model), {Source("inputs", layer) for layer in (0, 2, 5)}, IDS)
+    assert set(read) == {0, 2}  # the forward stops at the last layer's input
+    with torch.no_grad():
+        model(IDS, use_cache=False)
+        states = model(IDS, output_hidden_states=True, use_cache=False).hidden_states
+        for layer in (0, 2, 5):
+            inputs = got[Source("inputs", layer)]
+            torch.testing.assert_close(inputs, read[layer])
+            normed = text_decoder(model).layers[layer].input_layernorm(states[layer])
+            torch.testing.assert_close(inputs, normed)
 
 
 def test_hooks_are_gone_afterwards(tiny_model, family):

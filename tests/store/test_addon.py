@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.anatomy import anatomy
 from kvfold.errors import AddOnError
+from kvfold.fitting.fit import fit
 from kvfold.methods import build_pipelines
 from kvfold.plan import Plan
+from kvfold.runtime.attach import attach
 from kvfold.store import addon as addon_module
 from kvfold.store.addon import DESCRIPTION_FILE, WEIGHTS_FILE, AddOn
 from kvfold.store.fingerprint import Fingerprint
@@ -162,6 +164,48 @@ def test_truncated_file_is_an_error(folder, data):
     path.write_bytes(whole)
 
 
+def test_an_older_add_on_is_read_as_one_that_skips_nothing(folder):
+    description = json.loads((folder / DESCRIPTION_FILE).read_text())
+    plan = {
+        key: value
+        for key, value in description["plan"].items()
+        if key not in ("replay", "state_projector")
+    }
+    _redigest(folder, format_version=2, plan=plan)
+    read = AddOn.from_pretrained(folder)
+    assert (read.plan, read.state_projector) == (PLAN, None)
+
+
+HYBRID_PLAN = Plan.from_dict(
+    {
+        "window": 4,
+        "depth": [{"method": "ced", "split": 2, "layers": [3, 7]}],
+        "prefill": "skip",
+        "replay": 8,
+        "state_projector": True,
+    }
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_projector_is_saved_with_what_was_measured(tiny_model, tmp_path, dtype):
+    hybrid = tiny_model("qwen3_5", dtype=dtype)
+    tokens = torch.randint(3, 97, (8, 24), generator=torch.Generator().manual_seed(1))
+    made = fit(hybrid, HYBRID_PLAN, tokens, progress=False)
+    made.save_pretrained(tmp_path / "addon")
+    read = AddOn.from_pretrained(tmp_path / "addon")
+    ours, theirs = made.state_projector.state_dict(), read.state_projector.state_dict()
+    assert list(ours) == list(theirs)
+    assert {f"maps.{n}.weight" for n in (2, 4, 5, 6)} < set(ours)
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]) and tensor.dtype == theirs[name].dtype
+    assert int(read.state_projector.measured_replay) == 8
+    assert read.report == made.report
+    assert read.parameter_bytes() == made.parameter_bytes()
+    with attach(hybrid, read), torch.no_grad():
+        assert torch.isfinite(hybrid(tokens[:1], logits_to_keep=1).logits).all()
+
+
 @pytest.mark.parametrize("name", [WEIGHTS_FILE, DESCRIPTION_FILE])
 def test_missing_file_is_named(folder, name):
     (folder / name).unlink()
@@ -171,7 +215,7 @@ def test_missing_file_is_named(folder, name):
 
 def test_unknown_format_version_says_which_is_read(folder):
     _redigest(folder, format_version=99)
-    with pytest.raises(AddOnError, match=r"reads add-ons of format version 2; .* version 99"):
+    with pytest.raises(AddOnError, match=r"reads add-ons of format versions 2 to 3; .* version 99"):
         AddOn.from_pretrained(folder)
 
 

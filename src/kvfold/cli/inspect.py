@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
+from math import inf
+from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,13 +17,17 @@ from rich.table import Table
 
 from kvfold.cli.options import (
     BytesPerTokenOption,
+    DeviceOption,
+    DtypeOption,
     ModelArgument,
     PlanOption,
     TimesSmallerOption,
     budget_plan,
     console,
+    load_model,
     only_one,
     read_plan,
+    text_windows,
 )
 from kvfold.errors import PlanError
 
@@ -36,6 +42,10 @@ KIND_NAMES = {
     "sliding_attention": "sliding attention",
     "linear_attention": "linear attention",
 }
+DECAY_WINDOW = 1024
+DECAY_WINDOWS = 8
+SHOWN_REPLAYS = (128, 256, 512)
+SHOWN_SHARES = (0.01, 0.001)
 K_NORM_NAMES = {"none": "-", "rms": "rms, w", "rms_plus_one": "rms, 1+w"}
 
 
@@ -50,11 +60,32 @@ def inspect_model(
     plan: PlanOption = None,
     times_smaller: TimesSmallerOption = None,
     bytes_per_token: BytesPerTokenOption = None,
+    decay: Annotated[
+        bool,
+        typer.Option("--decay", help="Load the weights and measure how fast states forget."),
+    ] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="With --decay: text to measure on, from its start; Python's held-out "
+            "documentation by default.",
+        ),
+    ] = None,
+    windows: Annotated[
+        int | None, typer.Option(min=1, help=f"With --decay: windows of text ({DECAY_WINDOWS}).")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help=f"With --decay: tokens of each ({DECAY_WINDOW}).")
+    ] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
 ) -> None:
     """Show a model's layers, its cache in bytes, and what each preset would save.
 
-    Reads the model's configuration only, never its weights. A plan of your own (--plan), or the
-    best plan for a budget (--times-smaller, --bytes-per-token), is one more row.
+    Reads the model's configuration only, never its weights, unless --decay asks how much of the
+    state of each linear-attention layer is left some tokens later. A plan of your own (--plan), or
+    the best plan for a budget (--times-smaller, --bytes-per-token), is one more row.
 
     Example: kvfold inspect Qwen/Qwen3.5-4B --times-smaller 12
     """
@@ -63,6 +94,11 @@ def inspect_model(
 
     only_one(times_smaller=times_smaller, bytes_per_token=bytes_per_token)
     described = anatomy(load_config(model))
+    measured: dict[str, Any] | None = None
+    if decay:
+        measured = _measure_decay(model, described, data, windows, window, dtype, device)
+    else:
+        _needs_decay(data=data, windows=windows, window=window, dtype=dtype, device=device)
     own_plan = None if plan is None else read_plan(plan)
     if own_plan is not None:
         own_plan.check(described)
@@ -71,6 +107,8 @@ def inspect_model(
         "your budget": budget_plan(described, times_smaller, bytes_per_token),
     }
     report = build_report(model, described, own)
+    if measured is not None:
+        report["decay"] = measured
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return
@@ -80,6 +118,36 @@ def inspect_model(
     screen.print(_cache_lines(report))
     screen.print(_saving_table(report))
     screen.print(_description_table(report))
+    if measured is not None:
+        screen.print(_decay_table(measured))
+
+
+def _needs_decay(**options: Any) -> None:
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    if given:
+        raise typer.BadParameter(
+            f"only --decay loads a model and measures on text; got {', '.join(given)} without it; "
+            "add --decay"
+        )
+
+
+def _measure_decay(
+    model: str,
+    described: Anatomy,
+    data: str | None,
+    windows: int | None,
+    window: int | None,
+    dtype: str | None,
+    device: str | None,
+) -> dict[str, Any]:
+    from kvfold.fitting.decay import linear_layers, measure_decay
+
+    linear_layers(described)  # an error that comes before the weights are loaded
+    loaded, tokenizer = load_model(model, dtype, device)
+    tokens = text_windows(
+        data, tokenizer, window=window or DECAY_WINDOW, windows=windows or DECAY_WINDOWS
+    )
+    return measure_decay(loaded, tokens).to_dict()
 
 
 def build_report(
@@ -253,3 +321,34 @@ def _description_table(report: dict[str, Any]) -> Table:
     for name, saving in report["plans"].items():
         table.add_row(name, saving.get("description") or saving["unavailable"])
     return table
+
+
+def _decay_table(measured: dict[str, Any]) -> Table:
+    replays = [str(t) for t in SHOWN_REPLAYS if t <= measured["window"]]
+    shares = " / ".join(f"{100 * share:g}%" for share in SHOWN_SHARES)
+    text = f"{measured['windows']} windows of {measured['window']:,} tokens"
+    table = Table(
+        title=f"What linear-attention states forget, on {text}",
+        title_justify="left",
+        caption=f"Half-life in tokens, at a head's mean decay. After N tokens: how many heads "
+        f"keep more than {shares} of a state (mean over positions).",
+        caption_justify="left",
+    )
+    for heading in ("layer", "heads", "shortest", "median half-life", "longest"):
+        table.add_column(heading, justify="right")
+    for tokens in replays:
+        table.add_column(f"after {tokens}", justify="right")
+    for layer in measured["layers"]:
+        heads = layer["heads"]
+        lives = [inf if h["half_life"] is None else h["half_life"] for h in heads]
+        kept = (
+            " / ".join(str(sum(h["kept"][t] > share for h in heads)) for share in SHOWN_SHARES)
+            for t in replays
+        )
+        spread = (_tokens(min(lives)), _tokens(median(lives)), _tokens(max(lives)))
+        table.add_row(str(layer["layer"]), str(len(heads)), *spread, *kept)
+    return table
+
+
+def _tokens(count: float) -> str:
+    return "no end" if count == inf else f"{count:,.{0 if count >= 100 else 1}f}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from kvfold.methods import StateProjector
 from kvfold.plan import Plan
 from kvfold.runtime.attach import AddOnLike
 
@@ -21,6 +22,7 @@ class Candidate:
 
     plan: Plan
     pipelines: nn.ModuleList
+    state_projector: StateProjector | None
     origin: AddOnLike
 
     def check_base(self, model: Any) -> None:
@@ -41,4 +43,5 @@ def with_plan(addon: AddOnLike, **changes: Any) -> AddOnLike:
     chosen = {key: value for key, value in changes.items() if value is not None}
     if not chosen:
         return addon
-    return Candidate(addon.plan.replace(**chosen), addon.pipelines, addon)
+    plan = addon.plan.replace(**chosen)
+    return Candidate(plan, addon.pipelines, addon.state_projector, addon)

@@ -19,7 +19,7 @@ LEAST_WORTH = 1e-3
 def without_history(addon: AddOnLike, anatomy: Anatomy) -> Candidate:
     """The yardstick beside an add-on: same anchors, window and layers, history dropped."""
     plan = addon.plan.without_history()
-    return Candidate(plan, build_pipelines(plan, anatomy), addon)
+    return Candidate(plan, build_pipelines(plan, anatomy), None, addon)
 
 
 def history_recovery(dropped_loss: float, folded_loss: float, base_loss: float) -> float | None:

@@ -24,14 +24,22 @@ from kvfold.anatomy import Anatomy, anatomy, text_decoder
 from kvfold.errors import CorpusError, FitError
 from kvfold.fitting.bar import progress_bar
 from kvfold.fitting.checkpoint import job_digest, load_checkpoint, save_checkpoint
+from kvfold.fitting.decay import set_kept
 from kvfold.fitting.dispersion import DEFAULT_STRENGTH
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gates import GateSettings, GateTrainer, train_gates, trainable
 from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.report import report_fit
 from kvfold.fitting.ridge import DEFAULT_RIDGE
-from kvfold.fitting.tasks import Task, stages, tasks_of_stage
-from kvfold.methods import Activations, Source, build_pipelines, depth_methods
+from kvfold.fitting.tasks import HasProblems, Task, stages, tasks_of_stage
+from kvfold.methods import (
+    Activations,
+    Source,
+    StateProjector,
+    build_pipelines,
+    build_state_projector,
+    depth_methods,
+)
 from kvfold.plan import Plan
 from kvfold.runtime.capture import capture
 from kvfold.store.addon import AddOn
@@ -71,15 +79,18 @@ def fit(
     `FitError` for non-finite activations, degenerate features or a foreign checkpoint.
     """
     shape = anatomy(model)
-    pipelines = build_pipelines(plan, shape)
+    pipelines, projector = build_pipelines(plan, shape), build_state_projector(plan, shape)
     fingerprint = Fingerprint.of(model)
     decoder = text_decoder(model)
     first = next(decoder.parameters())
-    pipelines.to(first.device, torch.float64 if first.dtype == torch.float64 else torch.float32)
+    modules = nn.ModuleList([pipelines] if projector is None else [pipelines, projector])
+    modules.to(first.device, torch.float64 if first.dtype == torch.float64 else torch.float32)
     _check_arguments(tokens, held_out, shape, ridge, batch)
     batch = batch or max(1, TOKENS_PER_BATCH // max(1, tokens.shape[-1] if tokens.ndim else 1))
     gates = gates or GateSettings()
-    job = _Job(model, shape, plan, pipelines, tokens, ridge, key_dispersion, gates, batch)
+    job = _Job(
+        model, shape, plan, pipelines, projector, tokens, ridge, key_dispersion, gates, batch
+    )
     if checkpoint is not None:
         checkpoint = Path(checkpoint)
         job.checkpoint, job.checkpoint_every = checkpoint, checkpoint_every
@@ -92,12 +103,13 @@ def fit(
     with frozen(model), progress_bar(progress) as bar:
         report: dict[str, Any] = {"fit": job.run(bar)}
         report.update(job.train(bar))
+        report.update(set_kept(model, plan, projector, tokens))
         if held_out is not None and len(held_out):
             report.update(report_fit(model, plan, pipelines, held_out, batch=batch))
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
-    pipelines.to(first.dtype).requires_grad_(False)
-    return AddOn(plan, pipelines, fingerprint, report)
+    modules.to(first.dtype).requires_grad_(False)
+    return AddOn(plan, pipelines, fingerprint, report, projector)
 
 
 @dataclass
@@ -108,6 +120,7 @@ class _Job:
     shape: Anatomy
     plan: Plan
     pipelines: nn.ModuleList
+    projector: StateProjector | None
     tokens: Tensor
     ridge: float
     key_dispersion: float
@@ -122,11 +135,12 @@ class _Job:
         device = next(text_decoder(self.model).parameters()).device
         streaming = solving = 0.0
         windows = 0
-        members = list(depth_methods(self.pipelines))
+        members: list[HasProblems] = list(depth_methods(self.pipelines))
+        members += [] if self.projector is None else [self.projector]
         order = stages(members)
         saved = load_checkpoint(self.checkpoint, self.digest) if self.checkpoint else None
         if saved is not None:
-            self.pipelines.load_state_dict(saved["pipelines"])
+            self._load(saved)
         for number, stage in enumerate(order):
             if saved is not None and stage < saved["stage"]:
                 continue
@@ -168,7 +182,7 @@ class _Job:
         trainer = GateTrainer(self.model, self.shape, self.plan, self.pipelines, seq, settings)
         saved = load_checkpoint(self.checkpoint, self.digest) if self.checkpoint else None
         if saved is not None and "gates" in saved:
-            self.pipelines.load_state_dict(saved["pipelines"])
+            self._load(saved)
             trainer.load_state_dict(saved["gates"])
         shown = bar[0].add_task("gates", total=settings.steps, completed=trainer.done, rate="")
 
@@ -205,12 +219,18 @@ class _Job:
         skip = self.plan.anchors
         return {source: exact_dtype(x[:, skip:]) for source, x in captured.items()}
 
+    def _load(self, saved: dict[str, Any]) -> None:
+        self.pipelines.load_state_dict(saved["pipelines"])
+        if self.projector is not None:
+            self.projector.load_state_dict(saved["projector"])
+
     def _save(self, stage: int, next_window: int, tasks: list[Task], **more: Any) -> None:
         assert self.checkpoint is not None
         state = {
             "stage": stage,
             "next_window": next_window,
             "pipelines": self.pipelines.state_dict(),
+            "projector": {} if self.projector is None else self.projector.state_dict(),
             "tasks": [task.state_dict() for task in tasks],
         }
         save_checkpoint(self.checkpoint, self.digest, {**state, **more})

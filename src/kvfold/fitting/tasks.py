@@ -29,7 +29,6 @@ from kvfold.fitting.ridge import fit_linears
 from kvfold.methods import (
     Activations,
     Components,
-    DepthMethod,
     Problem,
     Regression,
     Source,
@@ -43,6 +42,13 @@ def target_of(anatomy: Anatomy, source: Source, activations: Activations) -> Ten
     if layer is not None and source.kind == "keys" and layer.k_norm != "none":
         return unit_rms_heads(activations[source], layer.head_dim)
     return activations[source]
+
+
+class HasProblems(Protocol):
+    """What has weights that follow from sums over the text."""
+
+    def problems(self) -> tuple[Problem, ...]:
+        """What is fitted on what."""
 
 
 class Task(Protocol):
@@ -199,13 +205,13 @@ def _write_code(problem: Components, widths: tuple[int, ...], code: Code, stretc
         start += width
 
 
-def stages(methods: Iterable[DepthMethod]) -> list[int]:
+def stages(methods: Iterable[HasProblems]) -> list[int]:
     """The stages that some method is fitted in, in order."""
     return sorted({problem.stage for method in methods for problem in method.problems()})
 
 
 def tasks_of_stage(
-    methods: Iterable[DepthMethod], stage: int, anatomy: Anatomy, device: torch.device
+    methods: Iterable[HasProblems], stage: int, anatomy: Anatomy, device: torch.device
 ) -> list[Task]:
     """The tasks of one stage, each with empty sums."""
     problems: list[Problem] = [

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from kvfold.anatomy import Anatomy, anatomy, text_decoder
 from kvfold.fitting.bar import progress_bar
+from kvfold.fitting.decay import set_kept
 from kvfold.fitting.dispersion import DEFAULT_STRENGTH
 from kvfold.fitting.fit import check_enough, check_windows
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gates import GateSettings, GateTrainer, gate_of, train_gates, trainable
 from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.ridge import DEFAULT_RIDGE
-from kvfold.fitting.tasks import ComponentsTask, Task, stages, tasks_of_stage
-from kvfold.methods import Source, build_pipelines, depth_methods
+from kvfold.fitting.tasks import ComponentsTask, HasProblems, Task, stages, tasks_of_stage
+from kvfold.methods import Source, build_pipelines, build_state_projector, depth_methods
 from kvfold.plan import Plan
 from kvfold.runtime.capture import capture
 from kvfold.store.addon import AddOn
@@ -54,8 +55,14 @@ def fit_together(
     pipelines = {
         name: build_pipelines(plan, shape).to(first.device, wide) for name, plan in plans.items()
     }
-    members = {name: list(depth_methods(made)) for name, made in pipelines.items()}
-    for stage in sorted({number for made in members.values() for number in stages(made)}):
+    projectors = {name: build_state_projector(plan, shape) for name, plan in plans.items()}
+    members: dict[str, list[HasProblems]] = {
+        name: list(depth_methods(made)) for name, made in pipelines.items()
+    }
+    for name, projector in projectors.items():
+        if projector is not None:
+            members[name].append(projector.to(first.device, wide))
+    for stage in sorted({number for many in members.values() for number in stages(many)}):
         tasks = [
             (plan.anchors, task)
             for name, plan in plans.items()
@@ -70,10 +77,15 @@ def fit_together(
             _solve(task, leaders[_key(anchors, task)][1], ridge, key_dispersion)
     trainers = _trained(model, shape, plans, pipelines, tokens, gates or GateSettings(), progress)
     fingerprint = Fingerprint.of(model)
+    with frozen(model):
+        kept = {n: set_kept(model, plan, projectors[n], tokens) for n, plan in plans.items()}
+    for made in (*pipelines.values(), *projectors.values()):
+        if made is not None:
+            made.to(first.dtype).requires_grad_(False)
     return {
         name: AddOn(
             plan,
-            pipelines[name].to(first.dtype).requires_grad_(False),
+            pipelines[name],
             fingerprint,
             {
                 "fit": {
@@ -82,7 +94,9 @@ def fit_together(
                     "key_dispersion": key_dispersion,
                 },
                 **({"gates": trainers[name].report()} if name in trainers else {}),
+                **kept[name],
             },
+            projectors[name],
         )
         for name, plan in plans.items()
     }

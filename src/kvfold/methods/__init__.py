@@ -12,7 +12,7 @@ from kvfold.methods.base import (
     Regression,
     Source,
 )
-from kvfold.methods.build import build_pipelines, rebuilt_pipelines
+from kvfold.methods.build import build_pipelines, build_state_projector, rebuilt_pipelines
 from kvfold.methods.ced import CedFold, CedMaps
 from kvfold.methods.csa2 import Csa2Fold
 from kvfold.methods.drop import DropFold
@@ -20,6 +20,7 @@ from kvfold.methods.identity import IdentityFold
 from kvfold.methods.latent import LatentFold, unit_rms_heads
 from kvfold.methods.pipeline import Bits, Pipeline, depth_methods
 from kvfold.methods.pool import PoolGate
+from kvfold.methods.state_projector import StateProjector
 
 __all__ = [
     "Activations",
@@ -39,7 +40,9 @@ __all__ = [
     "Problem",
     "Regression",
     "Source",
+    "StateProjector",
     "build_pipelines",
+    "build_state_projector",
     "depth_methods",
     "rebuilt_pipelines",
     "unit_rms_heads",

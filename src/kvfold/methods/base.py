@@ -27,8 +27,9 @@ class Source:
     """One activation of the base model.
 
     hidden: the output of the first `layer` layers, (batch, seq, hidden). inputs: what the
-    attention of layer `layer` projects, after the layer's input norm, (batch, seq, hidden). keys
-    and values: those of layer `layer`, (batch, seq, kv_width), pre-norm and pre-RoPE.
+    attention or linear attention of layer `layer` projects, after the layer's input norm, (batch,
+    seq, hidden). keys and values: those of attention layer `layer`, (batch, seq, kv_width),
+    pre-norm and pre-RoPE.
     """
 
     kind: SourceKind

@@ -16,6 +16,7 @@ from kvfold.methods.identity import IdentityFold
 from kvfold.methods.latent import LatentFold
 from kvfold.methods.pipeline import Bits, Pipeline
 from kvfold.methods.pool import PoolGate
+from kvfold.methods.state_projector import StateProjector
 from kvfold.plan import Ced, Csa2, Drop, Identity, Latent, Plan, Pool, Turboquant
 
 
@@ -47,6 +48,20 @@ def rebuilt_pipelines(plan: Plan, anatomy: Anatomy, fitted: Iterable[nn.Module])
             pipeline.depth = known[pipeline.layers].depth
             pipeline.sequence = known[pipeline.layers].sequence
     return wanted
+
+
+def build_state_projector(plan: Plan, anatomy: Anatomy) -> StateProjector | None:
+    """The plan's state projector with zero weights, None if the plan has none.
+
+    Raises `PlanError` if the plan does not fit the model.
+    """
+    plan.check(anatomy)
+    if not plan.state_projector:
+        return None
+    assert plan.split is not None
+    skipped = [n for n in anatomy.layers[plan.split :] if n.kind == "linear_attention"]
+    layers = tuple(layer.index for layer in skipped)
+    return StateProjector(plan.split, layers, anatomy.hidden_size, skipped[0].heads)
 
 
 def _pipeline(depth: DepthMethod, plan: Plan, anatomy: Anatomy) -> Pipeline:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,12 +27,13 @@ from kvfold.anatomy import (
     text_decoder,
 )
 from kvfold.errors import AttachError, PlanError
-from kvfold.methods import Pipeline, Source, rebuilt_pipelines
+from kvfold.methods import Activations, Pipeline, Source, StateProjector, rebuilt_pipelines
 from kvfold.plan import Plan
 from kvfold.runtime.attention import attend
-from kvfold.runtime.cache import FoldedCache
+from kvfold.runtime.cache import FoldedCache, Running
 from kvfold.runtime.forward import DecoderForward
 from kvfold.runtime.layer import FoldedAttention, NewTokens, Rotation, SlotPlaces, StoredSlots
+from kvfold.runtime.linear_states import SkippedStates
 from kvfold.runtime.reading import choose_readings, free_memory
 from kvfold.runtime.schedule import Schedule, Step
 
@@ -42,34 +43,56 @@ class AddOnLike(Protocol):
 
     plan: Plan
     pipelines: nn.ModuleList
+    state_projector: StateProjector | None
 
     def check_base(self, model: Any) -> None:
         """Raise `AddOnError` unless `model` is the base the add-on was made for."""
 
 
-def attach(model: Any, addon: AddOnLike, *, plan: Plan | None = None) -> Attachment:
+PromptLogits = Literal["refuse", "full"]
+
+
+def attach(
+    model: Any,
+    addon: AddOnLike,
+    *,
+    plan: Plan | None = None,
+    prompt_logits: PromptLogits = "refuse",
+) -> Attachment:
     """Fold a model's cache with an add-on until `detach`, or until the `with` block ends.
 
-    plan: run the same weights under other anchors, window, bits, prefill_attention or resident
-    than the add-on's own plan. Raises `AddOnError` for another base model, `AttachError` if
-    something is attached already or dtypes or devices differ, `PlanError` if the window is too
-    short or the reading impossible, `UnsupportedModelError` for an attention implementation that
-    can't be folded. The model is only changed once all checks have passed.
+    plan: run the same weights under other anchors, window, bits, prefill or resident settings
+    than the add-on's own plan. prompt_logits: what to do under `prefill: skip` with a call that
+    asks for more than the last token's logits of a prompt, which do not exist there: `refuse` it,
+    or run that call through all layers (`full`).
+
+    Raises `AddOnError` for another base model, `AttachError` if something is attached already or
+    dtypes or devices differ, `PlanError` if the window is too short or the reading impossible,
+    `UnsupportedModelError` for an attention implementation that can't be folded. The model is only
+    changed once all checks have passed.
     """
-    if isinstance(addon, Plan):
+    given: object = addon
+    if isinstance(given, Plan):
         raise AttachError(
             "a plan alone can't be attached, since it has no weights; got a Plan; fit it first: "
             "attach(model, kvfold.fit(model, plan, tokens))"
         )
-    return Attachment(model, addon, plan or addon.plan)
+    if prompt_logits not in get_args(PromptLogits):
+        raise AttachError(f"prompt_logits must be 'refuse' or 'full'; got {prompt_logits!r}")
+    return Attachment(model, addon, plan or addon.plan, prompt_logits)
 
 
 class Attachment:
     """An add-on on a model. Use as a context manager, or call `detach`."""
 
-    def __init__(self, model: Any, addon: AddOnLike, plan: Plan) -> None:
+    def __init__(
+        self, model: Any, addon: AddOnLike, plan: Plan, prompt_logits: PromptLogits = "refuse"
+    ) -> None:
         self.model = model
         self.plan = plan
+        self.prompt_logits = prompt_logits
+        self.split = plan.split if plan.prefill == "skip" else None
+        self.wants_last_only = False
         self.anatomy: Anatomy = anatomy(model)
         self.decoder: Any = text_decoder(model)
         self._check(addon)
@@ -96,6 +119,7 @@ class Attachment:
             for pipeline in self.pipelines
             for layer in pipeline.layers
         ]
+        self.skipped_states = None if self.split is None else self._skipped_states(addon)
         self._fed_by: dict[Source, list[Pipeline]] = {}
         for pipeline in self.pipelines:
             for source in pipeline.inputs:
@@ -119,15 +143,28 @@ class Attachment:
                 raise PlanError(
                     f"the plan must have the add-on's own {axis} entries, which its weights were "
                     f"fitted for: {own}; got {other}; change only anchors, window, bits, "
-                    "prefill_attention and resident"
+                    "prefill_attention, prefill, replay, state_projector and resident"
                 )
-        for parameter in addon.pipelines.parameters():
+        if self.plan.state_projector and addon.state_projector is None:
+            raise PlanError(
+                "a plan with state_projector needs an add-on that was fitted with one; this "
+                "add-on has none; fit a plan with state_projector: true, or leave it out"
+            )
+        parts = [addon.pipelines, *([addon.state_projector] if addon.state_projector else [])]
+        for parameter in (weight for part in parts for weight in part.parameters()):
             if parameter.dtype != self.model.dtype or parameter.device != self.model.device:
                 raise AttachError(
                     "add-on and model must have one dtype and device; the add-on is in "
                     f"{parameter.dtype} on {parameter.device}, the model in {self.model.dtype} on "
                     f"{self.model.device}; use addon.to(dtype=model.dtype, device=model.device)"
                 )
+
+    def _skipped_states(self, addon: AddOnLike) -> SkippedStates:
+        skipped = [
+            n.index for n in self.anatomy.layers[self.split :] if n.kind == "linear_attention"
+        ]
+        projector = addon.state_projector if self.plan.state_projector else None
+        return SkippedStates(self.model, skipped, projector, self.plan.replay)
 
     def _patch(self) -> None:
         decoder_forward = DecoderForward(self, self.decoder.forward)
@@ -139,6 +176,11 @@ class Attachment:
         self._replace(self.decoder, forward)
         for fold in self.folds:
             self._replace(fold.module, _attention_forward(self, fold))
+        if self.split is not None:
+            for index, layer in enumerate(self.decoder.layers):
+                self._replace(layer, _layer_forward(self, index, layer.forward))
+            if self.model is not self.decoder:
+                self._replace(self.model, _last_logits_forward(self, self.model.forward))
         splits = {source.layer for source in self._fed_by if source.kind == "hidden"}
         for split in sorted(splits):
             hook = self._publish_hidden(split)
@@ -151,21 +193,27 @@ class Attachment:
 
     def _publish_hidden(self, split: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            self.publish({Source("hidden", split): hidden})
+            if self.runs(max(0, split - 1)):
+                hidden = args[0] if args else kwargs["hidden_states"]
+                self.publish({Source("hidden", split): hidden})
 
         return hook
+
+    def runs(self, layer: int) -> bool:
+        """Whether a layer runs in the pass that is open."""
+        if self.cache is None or self.cache.running is None:
+            raise AttachError(
+                "a layer of an attached model was run on its own; call the model, or detach first"
+            )
+        return layer in self.cache.running.layers
 
     def is_wanted(self, source: Source) -> bool:
         """Whether some method encodes this activation."""
         return source in self._fed_by
 
-    def publish(self, found: dict[Source, Tensor]) -> None:
+    def publish(self, found: Activations) -> None:
         """Take activations of the current step and encode every code that they complete."""
-        if self.cache is None or not self.cache.steps:
-            raise AttachError(
-                "a layer of an attached model was run on its own; call the model, or detach first"
-            )
+        assert self.cache is not None
         self.activations.update(found)
         fed = {id(p): p for source in found for p in self._fed_by.get(source, ())}
         for pipeline in fed.values():
@@ -188,26 +236,29 @@ class Attachment:
     def _like(self) -> Tensor:
         return torch.empty(0, dtype=self.model.dtype, device=self.model.device)
 
-    def steps(
-        self, cache: FoldedCache, new: int, counts: list[int], *, folded: bool
-    ) -> dict[int, Step]:
-        """The steps of one chunk, by group: `new` columns, of which `counts` are a row's tokens."""
-        before = cache.rows or [0] * len(counts)
-        return {
-            group: Step(schedule, before, new, counts, folded=folded, device=self.model.device)
-            for group, schedule in self.schedules.items()
-        }
-
-    def open(self, cache: FoldedCache, steps: dict[int, Step], *, record: bool) -> None:
-        """Begin a step of one chunk (the decoder's forward calls it).
+    def full_pass(
+        self, cache: FoldedCache, new: int, counts: list[int], *, folded: bool, record: bool = False
+    ) -> Running:
+        """A pass of `new` columns through all layers, of which `counts` are a row's tokens.
 
         record: keep every record of the step in `cache.recorded`, and fold nothing.
         """
-        cache.begin(steps, record=record)
+        before = cache.rows or [0] * len(counts)
+        steps = {
+            group: Step(schedule, before, new, counts, folded=folded, device=self.model.device)
+            for group, schedule in self.schedules.items()
+        }
+        by_key = {(group, upper): step for group, step in steps.items() for upper in (False, True)}
+        tokens = next(iter(steps.values()))
+        return Running(by_key, range(self.anatomy.num_layers), tokens, record)
+
+    def open(self, cache: FoldedCache, running: Running) -> None:
+        """Begin a pass (the decoder's forward calls it)."""
+        cache.begin(running)
         self.cache = cache
         self.activations = {}
         self._rotations = {}
-        if cache.given is not None and not record:
+        if cache.given is not None and not running.record:
             for pipeline in self.pipelines:
                 cache.publish({}, pipeline)
 
@@ -230,7 +281,14 @@ class Attachment:
                 "this plan needs a window of at least 1: its codes exist only after their own "
                 "layers have run, so a token can't see itself through them; got window=0"
             )
-        return FoldedCache(self.folds, self.schedules, self.model.config, owner=self, given=given)
+        return FoldedCache(
+            self.folds,
+            self.schedules,
+            self.model.config,
+            owner=self,
+            split=self.split,
+            given=given,
+        )
 
     @property
     def exits_lag(self) -> bool:
@@ -245,7 +303,8 @@ class Attachment:
         input_ids: (batch, seq), without padding; result: (batch, seq, hidden), after the final
         norm. history="folded" runs one folded prefill. history="exact" first runs the plain model
         and takes the history's records from it, as after an exact prefill, then scores against
-        them.
+        them. Under `prefill: skip` there are none for skipped tokens: raises `AttachError` unless
+        prompt_logits is `full`, which runs all layers.
         """
         given = self._records_of_exact_pass(input_ids) if history == "exact" else None
         cache = self.new_cache(given=given)
@@ -326,6 +385,33 @@ def _attention_forward(attachment: Attachment, fold: FoldedAttention) -> Any:
         return fold.module.o_proj(mixed), None
 
     forward.__signature__ = inspect.signature(fold.module.forward)  # type: ignore[attr-defined]
+    return forward
+
+
+def _layer_forward(attachment: Attachment, index: int, own: Any) -> Any:
+    """A decoder layer's forward that hands its input on in passes that leave the layer out."""
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(hidden_states, *args, **kwargs) if attachment.runs(index) else hidden_states
+
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+    return forward
+
+
+def _last_logits_forward(attachment: Attachment, own: Any) -> Any:
+    """The model's forward, noting whether the caller wants no logits but the last token's."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        asked = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+        keep = asked.get("logits_to_keep")
+        only_last = isinstance(keep, int) and keep == 1 and asked.get("labels") is None
+        attachment.wants_last_only = only_last
+        try:
+            return own(*args, **kwargs)
+        finally:
+            attachment.wants_last_only = False
+
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
     return forward
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +26,32 @@ from kvfold.runtime.layer import FoldedAttention, RotaryAt, SlotPlaces
 from kvfold.runtime.ledger import Ledger
 from kvfold.runtime.schedule import Schedule, Step
 
+StepKey = tuple[int, bool]
+"""A group, and whether the layers are those that a prompt may skip."""
+StepsByKey = Mapping[StepKey, Step]
+
+
+@dataclass(frozen=True)
+class Running:
+    """One pass through some of the layers.
+
+    steps: of every pipeline that gets tokens, also where its layers don't run. layers: those that
+    run. tokens: what the cache has seen more when the pass is done, None where other passes count.
+    record: only keep the records, in `recorded`.
+    """
+
+    steps: StepsByKey
+    layers: range
+    tokens: Step | None
+    record: bool = False
+
 
 class FoldedCache(Cache):
     """The cache of a model with an add-on attached; made by `Attachment.new_cache`.
 
-    folds: the folded layers. schedules: by group. config: of the model. given: records per
-    pipeline to use instead of computing them (two-pass scoring), each (batch, 1, tokens,
-    record_width).
+    folds: the folded layers. schedules: by group. config: of the model. split: the layer from
+    which on a prompt may be skipped, None without prefill skipping. given: records per pipeline to
+    use instead of computing them (two-pass scoring), each (batch, 1, tokens, record_width).
     """
 
     layers: list[Any]
@@ -43,6 +63,7 @@ class FoldedCache(Cache):
         config: Any,
         *,
         owner: object,
+        split: int | None = None,
         given: dict[int, Tensor] | None = None,
     ) -> None:
         layers: list[Any] = list(DynamicCache(config=config).layers)
@@ -52,12 +73,14 @@ class FoldedCache(Cache):
         self.schedules = dict(schedules)
         self.config = config
         self.owner = owner
+        self.split = split
         self.given = given
         self.recorded: dict[int, Tensor] | None = None
         self.columns = 0
         self.padded_columns = 0
         self.rows: list[int] = []
-        self.steps: dict[int, Step] = {}
+        self.steps: StepsByKey = {}
+        self.running: Running | None = None
         self._unchecked: list[tuple[Pipeline, Tensor]] = []
         self.stores: dict[int, CodeStore] = {}
         self.folded = frozenset(fold.index for fold in folds)
@@ -71,9 +94,13 @@ class FoldedCache(Cache):
                 schedule = self.schedules[pipeline.group]
                 self.stores[key] = CodeStore(pipeline, schedule, keep=keep, late=late)
 
+    def key_of(self, pipeline: Pipeline) -> StepKey:
+        """Which of the open steps is a pipeline's."""
+        return pipeline.group, self.split is not None and pipeline.layers[0] >= self.split
+
     def step_of(self, pipeline: Pipeline) -> Step:
-        """The open step of a pipeline's group."""
-        return self.steps[pipeline.group]
+        """The open step of a pipeline."""
+        return self.steps[self.key_of(pipeline)]
 
     @property
     def seen_tokens(self) -> list[int]:
@@ -86,31 +113,32 @@ class FoldedCache(Cache):
         assert isinstance(layer, FoldedLayer)
         return layer
 
-    def begin(self, steps: dict[int, Step], *, record: bool = False) -> None:
-        """Open a step, given for every group; refused if an earlier one was never committed.
-
-        record: only keep the records, in `recorded`.
-        """
-        if self.steps:
+    def begin(self, running: Running) -> None:
+        """Open a pass; refused if an earlier one was never committed."""
+        if self.running is not None:
             raise CacheError(
                 "an earlier forward with this cache failed half-way, so its contents can't be "
                 "trusted; start again with a new cache"
             )
-        self.steps = steps
-        self.recorded = {} if record else None
+        self.running, self.steps = running, running.steps
+        self.recorded = {} if running.record else None
         self._unchecked = []
 
     def publish(self, found: Mapping[Source, Tensor], pipeline: Pipeline) -> None:
-        """Make a pipeline's records of this step, once all of its inputs are there."""
-        step = self.step_of(pipeline)
+        """Make a pipeline's records of this step, once all of its inputs are there.
+
+        A step that has fewer columns than the inputs takes the first of them.
+        """
+        step = self.steps.get(self.key_of(pipeline))
         store = self.stores.get(id(pipeline))
-        if store is None or store.published:
+        if store is None or store.published or step is None:
             return
         if self.given is not None and self.recorded is None:
             start = step.before[0]
             store.publish(step, self.given[id(pipeline)][:, :, start : start + step.new])
         elif all(source in found for source in pipeline.inputs):
-            records = pipeline.records(found)
+            inputs = {source: found[source][:, : step.new] for source in pipeline.inputs}
+            records = pipeline.records(inputs)
             if step.new > 1:
                 require_finite(records, step, pipeline)
             else:
@@ -121,13 +149,20 @@ class FoldedCache(Cache):
                 store.publish(step, records[:, None])
 
     def commit(self, rotary: RotaryAt) -> None:
-        """End the step: write what attention did not need yet, and count the tokens."""
+        """End the pass: write what attention did not need yet, and count the tokens."""
+        running = self.running
+        assert running is not None
         if self.recorded is None:
             self._expand_rest(rotary)
         self._require_finite()
         for store in self.stores.values():
-            store.commit(self.step_of(store.pipeline))
-        step = next(iter(self.steps.values()))
+            if self.key_of(store.pipeline) in self.steps:
+                store.commit(self.step_of(store.pipeline))
+        if running.tokens is not None:
+            self._count(running.tokens)
+        self.running, self.steps = None, {}
+
+    def _count(self, step: Step) -> None:
         if step.most_pads:
             self.padded_columns = self.columns + step.most_pads
         self.columns += step.new
@@ -135,7 +170,6 @@ class FoldedCache(Cache):
         for layer in self.layers:
             if isinstance(layer, FoldedLayer):
                 layer.columns = self.columns
-        self.steps = {}
 
     def expand(self, layer: FoldedLayer, rotary: RotaryAt) -> None:
         """Write the slots that this step brings to a layer, where it keeps any itself."""
@@ -147,18 +181,24 @@ class FoldedCache(Cache):
         early = fold.expands_early
         spans = step.completed if early else step.exits
         if any(spans):
+            layer.allocate(len(step.before))
             codes = store.completed(step) if early else store.exits(step)
             place = fold.pipeline.slot_position
             layer.write_slots(step, spans, codes, rotary(SlotPlaces(step, early, place)))
 
     def expands_in_attention(self, fold: FoldedAttention) -> bool:
         """Whether a layer's slots are written before its own attention, not after the step."""
+        assert self.running is not None
         made_later = fold.expands_early and fold.method.needs_window and self.given is None
-        return self.step_of(fold.pipeline).folded and not made_later
+        runs = fold.index in self.running.layers
+        return runs and self.step_of(fold.pipeline).folded and not made_later
 
     def _expand_rest(self, rotary: RotaryAt) -> None:
         for layer in self.layers:
-            if isinstance(layer, FoldedLayer) and not self.expands_in_attention(layer.fold):
+            if not isinstance(layer, FoldedLayer):
+                continue
+            has_step = self.key_of(layer.fold.pipeline) in self.steps
+            if has_step and not self.expands_in_attention(layer.fold):
                 self.expand(layer, rotary)
 
     def _require_finite(self) -> None:
@@ -190,7 +230,7 @@ class FoldedCache(Cache):
         made = FoldedCache.__new__(FoldedCache)
         memo[id(self)] = made
         made.__dict__.update(self.__dict__)
-        made.rows, made.steps = list(self.rows), dict(self.steps)
+        made.rows = list(self.rows)
         made._unchecked = []
         made.stores = {key: store.copied() for key, store in self.stores.items()}
         made.layers = [
@@ -234,7 +274,8 @@ class FoldedCache(Cache):
                 self.layers[index] = layer
         for store in self.stores.values():
             store.reset()
-        self.columns, self.padded_columns, self.rows, self.steps = 0, 0, [], {}
+        self.columns, self.padded_columns, self.rows = 0, 0, []
+        self.running, self.steps = None, {}
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: a negative number of them, or the length to keep.

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfold.anatomy import Anatomy, attention_module, require_plain, text_decoder
+from kvfold.anatomy import (
+    Anatomy,
+    attention_module,
+    mixer_module,
+    require_plain,
+    text_decoder,
+)
 from kvfold.errors import FitError
 from kvfold.methods import Activations, Source
 
@@ -78,7 +84,7 @@ def _tap(model: Any, anatomy: Anatomy, source: Source, collector: _Collector) ->
     take = _taker(collector, source)
     layers = text_decoder(model).layers
     if source.kind == "inputs":
-        with _input_tap(attention_module(model, source.layer), take):
+        with _input_tap(mixer_module(model, source.layer), take):
             yield
         return
     if source.kind == "hidden":

@@ -77,6 +77,12 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
 
+    def allocate(self, batch: int) -> None:
+        """Allocate, if nothing is yet, before the layer has made any keys and values."""
+        like = self.fold.anatomy
+        weight = next(self.fold.module.parameters())
+        self.prepare(*[weight.new_empty(batch, like.kv_heads, 0, like.head_dim)] * 2)
+
     def write_anchors(self, step: Step, keys: Tensor, values: Tensor) -> None:
         """Keep the step's anchors; they are visible at once."""
         if step.anchor_write is not None:

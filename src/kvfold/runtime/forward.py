@@ -15,15 +15,16 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvfold.errors import AttachError
-from kvfold.runtime.cache import FoldedCache
+from kvfold.methods import Activations, Source
+from kvfold.runtime.cache import FoldedCache, Running
+from kvfold.runtime.call import DecoderCall
 from kvfold.runtime.schedule import Step
+from kvfold.runtime.skipping import PREFILL_CHUNK, SkippedPrefill
 
 if TYPE_CHECKING:
     from kvfold.runtime.attach import Attachment
 
 CACHE_NAMES = ("cache", "past_key_values")
-PREFILL_CHUNK = 512
-"""Tokens of a folded prompt that run at once; bounds memory, and masks made by transformers."""
 
 
 class DecoderForward:
@@ -54,24 +55,115 @@ class DecoderForward:
             raise AttachError("there must be at least one new token in each row; got none")
         tokens = _tokens(attention_mask, batch, columns, cache)
         self._refuse_inner_pads(tokens, cache)
-        outputs = []
+        call = DecoderCall(kwargs, inputs, cache, attention_mask, position_ids, tokens)
+        chunks = self._chunks(columns, cache, record)
         with torch.no_grad():
-            for start, stop in self._chunks(columns, cache, record):
-                chunk = {n: None if x is None else x[:, start:stop] for n, x in inputs.items()}
-                mask = attention_mask
-                if mask is not None:
-                    mask = mask[:, : mask.shape[1] - columns + stop]
-                outputs.append(
-                    self._run(
-                        {**kwargs, **chunk},
-                        cache,
-                        mask,
-                        tokens[:, start:stop],
-                        position_ids if position_ids is None else position_ids[..., start:stop],
-                        record,
-                    )
-                )
+            if self._skips(call, record):
+                outputs = [SkippedPrefill(self.attachment, self, call).run(chunks)]
+            else:
+                outputs = [self._full(call, start, stop, record) for start, stop in chunks]
         return self._joined(outputs, cache if use_cache else None)
+
+    def _skips(self, call: DecoderCall, record: bool) -> bool:
+        """Whether some row's new tokens are more than are replayed; refuses what can't be had."""
+        attachment = self.attachment
+        if attachment.split is None or int(call.tokens.sum(1).max()) <= attachment.plan.replay:
+            return False
+        if attachment.wants_last_only and not record:
+            self._refuse_hidden_states(call.kwargs)
+            return True
+        if attachment.prompt_logits == "refuse":
+            raise AttachError(
+                "under prefill: skip a prompt has logits (and hidden states) for its last token "
+                f"only, and this call with more than replay={attachment.plan.replay} new tokens in "
+                "a row asks for all; pass logits_to_keep=1 (generate does), or attach with "
+                "prompt_logits='full' to run such calls through all layers"
+            )
+        return False
+
+    def _refuse_hidden_states(self, kwargs: dict[str, Any]) -> None:
+        config = self.attachment.decoder.config
+        if kwargs.get("output_hidden_states") or getattr(config, "output_hidden_states", False):
+            raise AttachError(
+                "output_hidden_states can't be had of a skipped prompt, most of whose tokens run "
+                "through the lower layers only; attach with prefill: full"
+            )
+
+    def _full(self, call: DecoderCall, start: int, stop: int, record: bool) -> Any:
+        """One chunk through all layers."""
+        attachment, cache = self.attachment, call.cache
+        folded = attachment.plan.prefill_attention == "folded" or cache.given is not None
+        new, counts = stop - start, call.counts(start, stop)
+        running = attachment.full_pass(
+            cache, new, counts, folded=(folded or new == 1) and not record, record=record
+        )
+        return self.run(call, start, stop, running)
+
+    def run(
+        self,
+        call: DecoderCall,
+        start: int,
+        stop: int,
+        running: Running,
+        keep: dict[Source, Tensor] | None = None,
+    ) -> Any:
+        """Some columns of a call through the layers of a pass.
+
+        keep: where to put the activations that came up.
+        """
+        assert running.tokens is not None
+        given = call.position_ids
+        positions = None if given is None else given[..., start:stop]
+        _check_positions(positions, running.tokens)
+        mask = call.attention_mask
+        if mask is not None:
+            mask = mask[:, : mask.shape[1] - call.columns + stop]
+        inputs = {n: None if x is None else x[:, start:stop] for n, x in call.inputs.items()}
+        return self._run_layers(call, inputs, mask, running.tokens, running, {}, keep)
+
+    def run_upper(
+        self, call: DecoderCall, hidden: Tensor, step: Step, running: Running, found: Activations
+    ) -> Any:
+        """Hidden states (batch, step.new, hidden) through the layers of a pass above the first.
+
+        found: activations of layers below, for the methods that need them.
+        """
+        mask = None
+        if not bool(step.valid.all()):
+            mask = step.valid.long().expand(call.batch, -1)
+        inputs = {"inputs_embeds": hidden}
+        return self._run_layers(call, inputs, mask, step, running, found, None)
+
+    def _run_layers(
+        self,
+        call: DecoderCall,
+        inputs: dict[str, Any],
+        mask: Tensor | None,
+        step: Step,
+        running: Running,
+        found: Activations,
+        keep: dict[Source, Tensor] | None,
+    ) -> Any:
+        attachment, cache = self.attachment, call.cache
+        attachment.open(cache, running)
+        done = False
+        try:
+            attachment.publish(found)
+            positions = step.positions.clamp_min(0)
+            output = self.original(
+                attention_mask=mask,
+                position_ids=positions.expand(call.batch, -1),
+                use_cache=True,
+                **{self.cache_name: cache},
+                **call.kwargs,
+                **inputs,
+            )
+            if keep is not None:
+                keep.update(attachment.activations)
+            done = True
+        finally:
+            attachment.close(done=done)
+        return output
 
     def _refuse(self, kwargs: dict[str, Any]) -> None:
         if self.attachment.decoder.training:
@@ -139,38 +231,6 @@ class DecoderForward:
             if self.attachment.exits_lag and cache.given is None:
                 size = min(size, max(1, plan.window))
         return [(start, min(start + size, columns)) for start in range(0, columns, size)]
-
-    def _run(
-        self,
-        kwargs: dict[str, Any],
-        cache: FoldedCache,
-        attention_mask: Tensor | None,
-        tokens: Tensor,
-        position_ids: Tensor | None,
-        record: bool,
-    ) -> Any:
-        attachment = self.attachment
-        folded = attachment.plan.prefill_attention == "folded" or cache.given is not None
-        new = tokens.shape[1]
-        counts = [int(n) for n in tokens.sum(dim=1).tolist()]
-        steps = attachment.steps(cache, new, counts, folded=(folded or new == 1) and not record)
-        step = next(iter(steps.values()))
-        _check_positions(position_ids, step)
-        attachment.open(cache, steps, record=record)
-        done = False
-        try:
-            positions = step.positions.clamp_min(0)
-            output = self.original(
-                attention_mask=attention_mask,
-                position_ids=positions.expand(tokens.shape[0], -1),
-                use_cache=True,
-                **{self.cache_name: cache},
-                **kwargs,
-            )
-            done = True
-        finally:
-            attachment.close(done=done)
-        return output
 
     def _joined(self, outputs: list[Any], cache: FoldedCache | None) -> Any:
         first = outputs[0]

@@ -56,7 +56,7 @@ class SlotPlaces:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for equal positions within a step."""
-        return self.step.schedule.group, self.made, self.place
+        return id(self.step), self.made, self.place
 
     def positions(self) -> Tensor:
         """(rows, most slots), fractional where the place is."""

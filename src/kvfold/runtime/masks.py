@@ -43,15 +43,14 @@ def visible_slots(step: Step, block: slice) -> int:
     if not step.folded:
         return step.most_slots
     back = step.new - block.stop
-    longest = max(step.after[row] for row in step.rows)
-    return step.schedule.slots(longest - back)
+    return max(step.visible(row, step.after[row] - back) for row in step.rows)
 
 
 def stored_mask(step: Step, block: slice, *, written: bool) -> Tensor:
-    """(rows, 1, queries, A + R): anchors up to the query, window from its horizon on."""
+    """(rows, 1, queries, A + R): anchors up to the query, window from its exact horizon on."""
     held = step.stored_positions(written=written)[:, None, :]
     query = step.positions[:, block, None]
-    in_window = held >= step.horizon[:, block, None]
+    in_window = held >= step.exact_horizon[:, block, None]
     is_anchor = held < step.schedule.anchors
     return ((held >= 0) & (held <= query) & (in_window | is_anchor))[:, None]
 
@@ -60,7 +59,7 @@ def new_mask(step: Step, block: slice, columns: slice) -> Tensor:
     """(rows, 1, queries, columns): causal, from the horizon on; new anchors are seen as stored."""
     held = step.positions[:, None, columns]
     query = step.positions[:, block, None]
-    seen = (held <= query) & (held >= step.horizon[:, block, None])
+    seen = (held <= query) & (held >= step.exact_horizon[:, block, None])
     tokens = step.valid[:, None, columns] & (held >= step.schedule.anchors)
     return (seen & tokens)[:, None]
 

@@ -9,6 +9,10 @@ Slot g stands for tokens A + r*g .. A + r*g + r - 1. It is *made* when the last 
 *visible* to queries once all of them have left the window: `made(n) = floor(max(0, n - A) / r)`,
 `slots(n) = (b(n) - A) / r`.
 
+Where a prompt's tokens skip the upper layers (prefill skipping), those layers have exact keys from
+some position p on only, anchors apart. What lies before p is visible as slots at once: all that
+are made when the query at p runs, and the slot that p lies in as soon as its last token has come.
+
 A layer's exact keys live in one buffer: the A anchors first, then a ring of R = W + r - 1 places
 in which position p has place `A + (p - A) mod R`, then (where history is expanded) the slots in
 order. `Step` works out, once per forward and for all layers of one group, what goes where.
@@ -62,10 +66,36 @@ class Schedule:
         """How many slots n seen tokens have made, visible or not."""
         return max(0, seen - self.anchors) // self.group
 
+    def skipped_until(self, seen: int, exact_from: int) -> int:
+        """What takes the place of b(n) where exact tokens begin at `exact_from` <= n, if larger."""
+        whole = self.anchors + self.group * -(-max(0, exact_from - self.anchors) // self.group)
+        return self.anchors + self.group * (max(0, min(seen, whole) - self.anchors) // self.group)
+
+    def skipped_until_each(self, seen: Tensor, exact_from: Tensor) -> Tensor:
+        """`skipped_until` elementwise."""
+        a, group = self.anchors, self.group
+        whole = a + group * (exact_from - a + group - 1).clamp_min(0).div(
+            group, rounding_mode="floor"
+        )
+        beyond = (torch.minimum(seen, whole) - a).clamp_min(0)
+        return a + group * beyond.div(group, rounding_mode="floor")
+
     @property
     def pending_size(self) -> int:
         """The most slots that are made but not visible yet."""
         return -(-self.window // self.group)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What prefill skipping has left of each row's earlier tokens, where a step begins.
+
+    exact_from: position from which on tokens have exact keys, anchors apart (0: all have).
+    shown: how many slots are visible.
+    """
+
+    exact_from: Sequence[int]
+    shown: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -95,7 +125,8 @@ class Step:
 
     valid: (batch, new) bool, or None if every column is a token; pads must lie to the left.
     folded: whether queries see what a decode step at their place would (else the prompt's own
-    exact keys). uniform: whether all rows are alike, so that row axes can have size 1.
+    exact keys). skipped: for layers that earlier tokens of the prompt have not run through.
+    uniform: whether all rows are alike, so that row axes can have size 1.
     """
 
     def __init__(
@@ -107,8 +138,11 @@ class Step:
         *,
         folded: bool,
         device: torch.device,
+        skipped: Skipped | None = None,
     ) -> None:
+        assert folded or skipped is None
         self.schedule = schedule
+        self.skipped = skipped
         self.before = list(before)
         self.new = new
         self.after = [seen + count for seen, count in zip(before, counts, strict=True)]
@@ -148,11 +182,35 @@ class Step:
 
     @cached_property
     def horizon(self) -> Tensor:
-        """For each query the position where its window begins, (rows, new): b(t + 1) or b(n)."""
+        """For each query the position before which it sees slots, (rows, new): b(t + 1) or b(n)."""
         if self.folded:
-            return self.schedule.folded_until_each(self.positions + 1)
+            seen = self.positions + 1
+            until = self.schedule.folded_until_each(seen)
+            if self.skipped is None:
+                return until
+            return torch.maximum(until, self.schedule.skipped_until_each(seen, self._exact_from))
         starts = [self.schedule.folded_until(self.before[row]) for row in self.rows]
         return self._tensor(starts)[:, None].expand(-1, self.new)
+
+    @cached_property
+    def _exact_from(self) -> Tensor:
+        assert self.skipped is not None
+        return self._tensor([self.skipped.exact_from[row] for row in self.rows])[:, None]
+
+    @cached_property
+    def exact_horizon(self) -> Tensor:
+        """For each query the first position that it sees exactly, anchors apart: (rows, new)."""
+        if self.skipped is None:
+            return self.horizon
+        return torch.maximum(self.horizon, self._exact_from)
+
+    def visible(self, row: int, seen: int) -> int:
+        """How many slots a row's query sees that has seen so many tokens, its own included."""
+        slots = self.schedule.slots(seen)
+        if self.skipped is None:
+            return slots
+        until = self.schedule.skipped_until(seen, self.skipped.exact_from[row])
+        return max(slots, (until - self.schedule.anchors) // self.schedule.group)
 
     def stored_positions(self, *, written: bool) -> Tensor:
         """Position held by each exact place, -1 if none, (rows, A + R).
@@ -172,14 +230,19 @@ class Step:
     def most_slots(self) -> int:
         """Slots that the last query of the longest row sees."""
         if self.folded:
-            return max(self.schedule.slots(self.after[row]) for row in self.rows)
+            return max(self.visible(row, self.after[row]) for row in self.rows)
         return max(self.schedule.slots(self.before[row]) for row in self.rows)
 
     @cached_property
     def exits(self) -> list[range]:
         """For each row the slots that become visible in this step."""
-        slots = self.schedule.slots
-        return [range(slots(self.before[row]), slots(self.after[row])) for row in self.rows]
+        shown = [
+            self.schedule.slots(self.before[row])
+            if self.skipped is None
+            else self.skipped.shown[row]
+            for row in self.rows
+        ]
+        return [range(shown[row], self.visible(row, self.after[row])) for row in self.rows]
 
     @cached_property
     def completed(self) -> list[range]:

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvfold.errors import AddOnError, PlanError
-from kvfold.methods import build_pipelines, depth_methods
+from kvfold.methods import (
+    StateProjector,
+    build_pipelines,
+    build_state_projector,
+    depth_methods,
+)
 from kvfold.plan import Plan
 from kvfold.store.fingerprint import Fingerprint
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+OLDEST_READABLE = 2
+"""Version 2 knew no prefill skipping, and so no state projectors."""
 WEIGHTS_FILE = "addon.safetensors"
 DESCRIPTION_FILE = "addon.json"
+STATE_PROJECTOR = "state_projector."
 MAX_DESCRIPTION_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 16 * 2**20
 AGAIN = "fetch the add-on again, or fit it anew"
@@ -40,25 +48,33 @@ class AddOn:
     """A fitted plan, ready to be attached to its base model.
 
     plan: the plan. pipelines: one `Pipeline` per code, in the order of `build_pipelines`. base:
-    the model's fingerprint. report: plain data, see `kvfold.fitting.report`.
+    the model's fingerprint. report: plain data, see `kvfold.fitting.report`. state_projector: of
+    the upper linear-attention layers, where the plan asks for one.
     """
 
     def __init__(
-        self, plan: Plan, pipelines: nn.ModuleList, base: Fingerprint, report: Mapping[str, Any]
+        self,
+        plan: Plan,
+        pipelines: nn.ModuleList,
+        base: Fingerprint,
+        report: Mapping[str, Any],
+        state_projector: StateProjector | None = None,
     ) -> None:
         self.plan = plan
         self.pipelines = pipelines
         self.base = base
         self.report = dict(report)
+        self.state_projector = state_projector
 
     @classmethod
     def untrained(cls, model: Any, plan: Plan) -> AddOn:
         """The plan's methods with zero weights for a model: for plans that have no weights."""
         base = Fingerprint.of(model)
         pipelines = build_pipelines(plan, base.anatomy)
+        projector = build_state_projector(plan, base.anatomy)
         reference = next(model.parameters())
-        pipelines.to(device=reference.device, dtype=reference.dtype).requires_grad_(False)
-        return cls(plan, pipelines, base, {})
+        made = cls(plan, pipelines, base, {}, projector)
+        return made.to(device=reference.device, dtype=reference.dtype)
 
     def __repr__(self) -> str:
         """Base model, methods and size."""
@@ -70,8 +86,21 @@ class AddOn:
 
     def to(self, *args: Any, **kwargs: Any) -> AddOn:
         """Move the weights to a device or dtype, as `nn.Module.to` does; returns itself."""
-        self.pipelines.to(*args, **kwargs)
+        for part in self._parts().values():
+            part.to(*args, **kwargs).requires_grad_(False)
         return self
+
+    def _parts(self) -> dict[str, nn.Module]:
+        """What has weights, by the beginning of their names on disk."""
+        own: dict[str, nn.Module] = {"": self.pipelines}
+        if self.state_projector is not None:
+            own[STATE_PROJECTOR] = self.state_projector
+        return own
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every weight."""
+        for part in self._parts().values():
+            yield from part.parameters()
 
     def check_base(self, model: Any) -> None:
         """Raise `AddOnError`, naming both models, unless the add-on belongs to this one."""
@@ -79,7 +108,7 @@ class AddOn:
 
     def parameter_bytes(self) -> int:
         """Bytes of the add-on's weights."""
-        return sum(p.numel() * p.element_size() for p in self.pipelines.parameters())
+        return sum(p.numel() * p.element_size() for p in self.parameters())
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the add-on to a folder, whole or not at all.
@@ -102,7 +131,7 @@ class AddOn:
             shutil.rmtree(made, ignore_errors=True)
 
     def _write(self, folder: Path) -> None:
-        weights = {name: tensor.contiguous().cpu() for name, tensor in _named(self.pipelines)}
+        weights = {name: tensor.contiguous().cpu() for name, tensor in _named(self._parts())}
         save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         description = {
             "format_version": FORMAT_VERSION,
@@ -140,22 +169,28 @@ class AddOn:
             plan = Plan.from_dict(description.get("plan"))
             with torch.device("meta"):
                 pipelines = build_pipelines(plan, base.anatomy)
+                projector = build_state_projector(plan, base.anatomy)
         except PlanError as error:
             raise AddOnError(f"the add-on in {folder} has no valid plan: {error}") from error
-        _load_weights(pipelines, folder / WEIGHTS_FILE, str(description.get("weights_sha256")))
-        pipelines.to(device=device, dtype=dtype).requires_grad_(False)
         report = description.get("report") or {}
         if not isinstance(report, dict):
             raise AddOnError(
                 f"the report of the add-on in {folder} must be a mapping; got "
                 f"{type(report).__name__}; {AGAIN}"
             )
-        return cls(plan, pipelines, base, report)
+        made = cls(plan, pipelines, base, report, projector)
+        digest = str(description.get("weights_sha256"))
+        _load_weights(made._parts(), folder / WEIGHTS_FILE, digest)
+        return made.to(device=device, dtype=dtype)
 
 
-def _named(pipelines: nn.ModuleList) -> list[tuple[str, Tensor]]:
-    """Weights by name; one that two methods share appears once."""
-    return [(name, parameter.detach()) for name, parameter in pipelines.named_parameters()]
+def _named(parts: Mapping[str, nn.Module]) -> list[tuple[str, Tensor]]:
+    """Weights and measured values by name; one that two methods share appears once."""
+    return [
+        (beginning + name, tensor.detach())
+        for beginning, part in parts.items()
+        for name, tensor in (*part.named_parameters(), *part.named_buffers())
+    ]
 
 
 def _check_replaceable(target: Path) -> None:
@@ -254,18 +289,18 @@ def _read_description(path: Path) -> dict[str, Any]:
     if not isinstance(description, dict):
         raise AddOnError(f"{path} must hold a JSON object; got a list or a value; {AGAIN}")
     version = description.get("format_version")
-    if version != FORMAT_VERSION:
+    if not isinstance(version, int) or not OLDEST_READABLE <= version <= FORMAT_VERSION:
         raise AddOnError(
-            f"this kvfold reads add-ons of format version {FORMAT_VERSION}; {path} has version "
-            f"{version!r}; install the kvfold that wrote it, or fit the add-on anew"
+            f"this kvfold reads add-ons of format versions {OLDEST_READABLE} to {FORMAT_VERSION}; "
+            f"{path} has version {version!r}; install the kvfold that wrote it, or fit the add-on anew"
         )
     if description.get("sha256") != _description_digest(description):
         raise AddOnError(f"{path} was damaged or edited: its digest does not match; {AGAIN}")
     return description
 
 
-def _load_weights(pipelines: nn.ModuleList, path: Path, digest: str) -> None:
-    expected = dict(_named(pipelines))
+def _load_weights(parts: Mapping[str, nn.Module], path: Path, digest: str) -> None:
+    expected = dict(_named(parts))
     if not path.is_file():
         raise AddOnError(f"an add-on has a file {WEIGHTS_FILE}; {path.parent} has none; {AGAIN}")
     most = MAX_HEADER_BYTES + sum(8 * tensor.numel() for tensor in expected.values())
@@ -286,15 +321,16 @@ def _load_weights(pipelines: nn.ModuleList, path: Path, digest: str) -> None:
         {name: tuple(tensor.shape) for name, tensor in received.items()},
         str(path),
     )
-    stored = {tensor.dtype for tensor in received.values()}
+    stored = {received[n].dtype for n, tensor in expected.items() if tensor.is_floating_point()}
     if not all(dtype.is_floating_point for dtype in stored):
         raise AddOnError(f"the tensors of {path} must be floating; got {stored}; {AGAIN}")
-    pipelines.to_empty(device="cpu")
-    if len(stored) == 1:
-        pipelines.to(stored.pop())
+    for part in parts.values():
+        part.to_empty(device="cpu")
+        if len(stored) == 1:
+            part.to(next(iter(stored)))
     with torch.no_grad():
-        for name, parameter in pipelines.named_parameters():
-            parameter.copy_(received[name])
+        for name, tensor in _named(parts):
+            tensor.copy_(received[name])
 
 
 def check_names_and_shapes(

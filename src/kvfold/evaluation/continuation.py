@@ -1,0 +1,88 @@
+"""Perplexity of the tokens that follow a prompt, which the prompt was only read for.
+
+`loss = mean_i -log p(x_i | x_<i)` over the tokens i >= prompt, and none of the prompt's own. This
+is what a cache is for, and the one loss that can be told where a prompt has no logits but its
+last token's (prefill skipping). The prompt runs in one forward; the rest of the window, but for
+its last token, follows on the cache that it has left, a few tokens at a time: a call of more new
+tokens than the plan's `replay` would be skipped as well.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.errors import EvaluationError
+from kvfold.evaluation.speed import cache_argument
+
+CHUNK = 32
+"""Tokens of the continuation in one forward."""
+
+
+@torch.no_grad()
+def continuation_loss(
+    model: Any, windows: Tensor, prompt: int, *, batch: int = 1, chunk: int = CHUNK
+) -> Tensor:
+    """Mean loss of each window's tokens after the prompt, in nats: (windows,) float64 on the CPU.
+
+    model: plain, or with an add-on attached. windows: (windows, prompt + continuation) int64,
+    without padding. batch: windows in one forward. chunk: tokens of the continuation in one
+    forward, at most the plan's `replay` where it skips. The first token of the continuation is
+    scored by the prompt's last logits. Raises `EvaluationError` unless prompt and continuation
+    have at least one token, or where a loss is not finite.
+    """
+    if windows.dim() != 2 or windows.shape[0] == 0 or not 0 < prompt < windows.shape[1]:
+        raise EvaluationError(
+            "windows must be (windows, prompt + continuation) with at least one token of each; "
+            f"got shape {tuple(windows.shape)} with a prompt of {prompt}; use longer windows or a "
+            "shorter prompt"
+        )
+    parts = [
+        _loss(model, ids.to(model.device), prompt, chunk) for ids in torch.split(windows, batch)
+    ]
+    losses = torch.cat(parts)
+    if not bool(losses.isfinite().all()):
+        raise EvaluationError(
+            f"every loss must be finite; got {losses.tolist()}; the model's activations overflow: "
+            "load it in float32 or bfloat16, or fit its add-on on more text"
+        )
+    return losses
+
+
+def summary(losses: Tensor, base: Tensor | None = None) -> dict[str, Any]:
+    """Loss and perplexity over all windows, and each window's loss, as plain data.
+
+    losses, base: (windows,), from `continuation_loss` on the same windows. With the plain model's
+    as base also `loss_rise`, the mean of the windows' differences, and its standard error, which
+    is far smaller than that of either loss (None for a single window).
+    """
+    loss = float(losses.mean())
+    found = {"loss": loss, "perplexity": math.exp(loss), "losses": losses.tolist()}
+    if base is None:
+        return found
+    rise = losses - base
+    error = float(rise.std() / math.sqrt(len(rise))) if len(rise) > 1 else None
+    return {**found, "loss_rise": float(rise.mean()), "loss_rise_error": error}
+
+
+def _loss(model: Any, ids: Tensor, prompt: int, chunk: int) -> Tensor:
+    """(batch,) float64 on the CPU."""
+    name = cache_argument(model)
+    read = model(input_ids=ids[:, :prompt], use_cache=True, logits_to_keep=1)
+    total = _sums(read.logits[:, -1:], ids[:, prompt : prompt + 1])
+    last = ids.shape[1] - 1
+    for start in range(prompt, last, chunk):
+        stop = min(start + chunk, last)
+        read = model(input_ids=ids[:, start:stop], use_cache=True, **{name: read[name]})
+        total += _sums(read.logits, ids[:, start + 1 : stop + 1])
+    return total.cpu() / (ids.shape[1] - prompt)
+
+
+def _sums(scores: Tensor, targets: Tensor) -> Tensor:
+    """Loss of each row, summed over (batch, seq) targets that (batch, seq, vocab) scores tell."""
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    chosen = wide.log_softmax(-1).gather(-1, targets[..., None])
+    return -chosen[..., 0].double().sum(dim=1)

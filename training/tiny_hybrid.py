@@ -1,0 +1,262 @@
+"""Train the tiny hybrid: a small Qwen3.5 text model on the language of `tiny_language`.
+
+    python training/tiny_hybrid.py --out DIR [--threads 2]
+
+Documents grow from 64 to 1,024 words by stages. Progress is kept in DIR every hundred steps, and
+the same command goes on where it stopped. When it is done, DIR holds the model in bfloat16, its
+tokenizer, and `training.jsonl`: one line per report, the last with the recall of held-out prompts.
+About two hours on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvfold.evaluation.tiny_language import (
+    RECALL_KINDS,
+    VOCABULARY,
+    recall_prompt,
+    training_document,
+)
+
+SEED = 1
+PATTERN = ("linear_attention",) * 3 + ("full_attention",)
+LAYERS = 12
+HIDDEN = 128
+MEMORY = (2.0, 8.0, 32.0, 128.0)
+"""Tokens after which the state of a layer's four heads is down to 1/e when training begins."""
+STEPS = 3000
+WARM_UP = 50
+COOL_DOWN = 0.4
+MUON_RATE, ADAM_RATE = 0.02, 3e-3
+TEXT_WEIGHT = 0.5
+"""Of the mean loss of words outside answers, against 1 for those of answers."""
+REPORT_EVERY = 10
+SAVE_EVERY = 100
+HELD_OUT_PROMPTS = 100
+"""Of each kind and length, from seeds that no training document has."""
+
+
+class Stage(NamedTuple):
+    """Documents of one length: `share` of all the tokens."""
+
+    length: int
+    batch: int
+    share: float
+
+
+STAGES = (
+    Stage(64, 64, 0.20),
+    Stage(128, 32, 0.16),
+    Stage(256, 16, 0.16),
+    Stage(512, 8, 0.24),
+    Stage(1024, 4, 0.24),
+)
+
+
+def make_model() -> Any:
+    """The model with random weights: transformers' own class, states of four memory lengths."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(
+        vocab_size=-(-len(VOCABULARY) // 16) * 16,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        layer_types=list(PATTERN * (LAYERS // 4)),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_conv_kernel_dim=4,
+        max_position_embeddings=4096,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    torch.manual_seed(SEED)
+    model = Qwen3_5ForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if hasattr(layer, "linear_attn"):
+                mixer = layer.linear_attn
+                step = F.softplus(mixer.dt_bias)
+                mixer.A_log.copy_(-(torch.tensor(MEMORY) * step).log())
+    return model
+
+
+IDS = {word: index for index, word in enumerate(VOCABULARY)}
+
+
+def batch_of(step: int, stage: Stage) -> tuple[Tensor, Tensor]:
+    """Token ids (batch, length) and the weight of each token's loss."""
+    ids = torch.empty(stage.batch, stage.length, dtype=torch.long)
+    answers = torch.zeros(stage.batch, stage.length)
+    for row in range(stage.batch):
+        words, spans = training_document(f"train {SEED} {step} {row} {stage.length}", stage.length)
+        ids[row] = torch.tensor([IDS[word] for word in words])
+        for a, b in spans:
+            answers[row, a:b] = 1
+    return ids, answers
+
+
+def optimisers(model: Any) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for embeddings, norms, gates and convolutions."""
+    matrices, rest = [], []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and "embed" not in name
+        (matrices if is_matrix else rest).append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=MUON_RATE, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def set_rates(optimisers: list[torch.optim.Optimizer], step: int, steps: int) -> None:
+    """Warm up, hold, and go down to nothing over the last part."""
+    warm = min(1.0, (step + 1) / WARM_UP)
+    cool = min(1.0, (steps - step) / (COOL_DOWN * steps))
+    for optimiser, rate in zip(optimisers, (MUON_RATE, ADAM_RATE), strict=True):
+        for group in optimiser.param_groups:
+            group["lr"] = rate * warm * cool
+
+
+def train_step(model: Any, ids: Tensor, answers: Tensor) -> dict[str, float]:
+    """Gradients of one batch, and its losses (nats per word)."""
+    logits = model(ids, use_cache=False).logits[:, :-1]
+    targets, is_answer = ids[:, 1:], answers[:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    losses = losses.view_as(is_answer)
+    answer_loss = (losses * is_answer).sum() / is_answer.sum()
+    text_loss = (losses * (1 - is_answer)).sum() / (1 - is_answer).sum()
+    (answer_loss + TEXT_WEIGHT * text_loss).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    hits = ((logits.argmax(-1) == targets) * is_answer).sum() / is_answer.sum()
+    return {"text": float(text_loss), "answer": float(answer_loss), "hit": float(hits)}
+
+
+@torch.inference_mode()
+def recall(model: Any, kind: str, length: int) -> float:
+    """The share of held-out prompts whose whole answer is the most likely continuation."""
+    right = 0
+    for number in range(HELD_OUT_PROMPTS):
+        prompt = recall_prompt(f"held out {number}", kind, length)  # type: ignore[arg-type]
+        ids = torch.tensor([[IDS[word] for word in (*prompt.words, *prompt.answer)]])
+        n = len(prompt.answer)
+        best = model(ids, logits_to_keep=n + 1, use_cache=False).logits[0, :-1].argmax(-1)
+        right += bool((best == ids[0, -n:]).all())
+    return right / HELD_OUT_PROMPTS
+
+
+class Log:
+    """`training.jsonl`: one object per line, in the order of the steps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, **values: Any) -> None:
+        """Write one report, and show it."""
+        line = json.dumps(
+            {k: round(v, 4) if isinstance(v, float) else v for k, v in values.items()}
+        )
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+
+    def forget_after(self, step: int) -> None:
+        """Drop what a stopped run reported after it last saved."""
+        if self.path.exists():
+            lines = [x for x in self.path.read_text().splitlines() if json.loads(x)["step"] < step]
+            self.path.write_text("".join(line + "\n" for line in lines))
+
+
+def train(out: Path) -> Any:
+    """Train from where the folder stands to the end, and leave the finished model there."""
+    out.mkdir(parents=True, exist_ok=True)
+    model = make_model()
+    steps = [stage for stage in STAGES for _ in range(round(stage.share * STEPS))]
+    own = optimisers(model)
+    saved, log = out / "progress.pt", Log(out / "training.jsonl")
+    start, seconds = 0, 0.0
+    if saved.exists():
+        state = torch.load(saved, weights_only=True)
+        start, seconds = state["step"], state["seconds"]
+        model.load_state_dict(state["model"])
+        for optimiser, held in zip(own, state["optimisers"], strict=True):
+            optimiser.load_state_dict(held)
+    log.forget_after(start)
+    began = time.monotonic() - seconds
+    for step in range(start, len(steps)):
+        set_rates(own, step, len(steps))
+        losses = train_step(model, *batch_of(step, steps[step]))
+        for optimiser in own:
+            optimiser.step()
+            optimiser.zero_grad()
+        seconds = time.monotonic() - began
+        if step % REPORT_EVERY == 0:
+            log.add(step=step, length=steps[step].length, **losses, seconds=round(seconds))
+        if (step + 1) % SAVE_EVERY == 0:
+            state = {
+                "step": step + 1,
+                "seconds": seconds,
+                "model": model.state_dict(),
+                "optimisers": [optimiser.state_dict() for optimiser in own],
+            }
+            torch.save(state, saved.with_suffix(".new"))
+            os.replace(saved.with_suffix(".new"), saved)
+    model = model.to(torch.bfloat16)
+    model.save_pretrained(out)
+    make_tokenizer().save_pretrained(out)
+    model = model.float().eval()
+    for length in (512, 1024):
+        shares = {kind: recall(model, kind, length) for kind in RECALL_KINDS}
+        log.add(step=len(steps), length=length, prompts=HELD_OUT_PROMPTS, recall=shares)
+    return model
+
+
+def make_tokenizer() -> Any:
+    """Words are split at blanks; no word is unknown to the language itself."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel(IDS, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<doc>", pad_token="<pad>", padding_side="left"
+    )
+
+
+def main() -> None:
+    """Read the options and train."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model and the log")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    options = parser.parse_args()
+    # Strong decays underflow; without this, steps get twenty times slower as the model learns them.
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(options.threads)
+    train(options.out)
+
+
+if __name__ == "__main__":
+    main()
