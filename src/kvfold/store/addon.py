@@ -292,7 +292,8 @@ def _read_description(path: Path) -> dict[str, Any]:
     if not isinstance(version, int) or not OLDEST_READABLE <= version <= FORMAT_VERSION:
         raise AddOnError(
             f"this kvfold reads add-ons of format versions {OLDEST_READABLE} to {FORMAT_VERSION}; "
-            f"{path} has version {version!r}; install the kvfold that wrote it, or fit the add-on anew"
+            f"{path} has version {version!r}; install the kvfold that wrote it, or fit the add-on "
+            "anew"
         )
     if description.get("sha256") != _description_digest(description):
         raise AddOnError(f"{path} was damaged or edited: its digest does not match; {AGAIN}")
