@@ -22,6 +22,7 @@ import torch
 
 from kvfold import models
 from kvfold.anatomy import anatomy
+from kvfold.budget import operations_left
 from kvfold.evaluation.candidates import with_plan
 from kvfold.evaluation.environment import environment
 from kvfold.evaluation.report import write_json
@@ -88,10 +89,9 @@ def measured(model: Any, tokens: int, replay: int, repeats: int) -> dict[str, An
     addons = {PLAIN: None, FOLDED: with_plan(skip, prefill="full"), SKIP: skip}
     speeds = measure_speed(model, addons, ids, settings)
     seconds = {name: tokens / speed.prefill_tokens_per_second for name, speed in speeds.items()}
-    below = shape.num_layers // 2 / shape.num_layers
     return {
         "layers": shape.num_layers,
-        "operations_left": below + min(1.0, replay / tokens) * (1 - below),
+        "operations_left": operations_left(skip.plan, shape, tokens),
         "seconds": seconds,
         "seconds_left": {name: seconds[SKIP] / seconds[name] for name in (PLAIN, FOLDED)},
         "times_faster": {name: seconds[name] / seconds[SKIP] for name in (PLAIN, FOLDED)},

@@ -30,16 +30,16 @@ from torch import Tensor
 
 from kvfold import models
 from kvfold.anatomy import Anatomy, anatomy
-from kvfold.budget import layer_groups
+from kvfold.budget import operations_left
 from kvfold.evaluation.candidates import with_plan
 from kvfold.evaluation.continuation import continuation_loss, summary
 from kvfold.evaluation.plot import Point, quality_plot
 from kvfold.evaluation.recall import recall
-from kvfold.evaluation.recovery import history_recovery, without_history
 from kvfold.evaluation.report import write_atomically
 from kvfold.evaluation.rows import Rows
 from kvfold.evaluation.runner import PLAIN
 from kvfold.evaluation.speed import SpeedSettings, measure_speed
+from kvfold.evaluation.sweep import Method, depth_plan
 from kvfold.evaluation.tiny_language import (
     RECALL_KINDS,
     recall_prompt,
@@ -50,7 +50,6 @@ from kvfold.fitting.corpus import load_text, token_windows
 from kvfold.fitting.fit import fit
 from kvfold.fitting.together import fit_together
 from kvfold.plan import Plan
-from kvfold.presets import GROUP_DENSE
 from kvfold.runtime.attach import AddOnLike, attach
 from kvfold.store.addon import AddOn
 
@@ -59,16 +58,23 @@ BEGIN, END = "*** START OF THIS PROJECT GUTENBERG EBOOK", "*** END OF THIS PROJE
 SPREAD = 8
 """Every so many windows of a book one is read, so that prompts do not follow each other."""
 PROMPT, CONTINUATION = 2048, 128
-SPLITS = (10, 15, 20)
+SPLITS = (15, 20, 22, 24)
 REPLAYS = (128, 256, 512)
-WINDOW = 128
+TEXT_READINGS = ((None, 256), (128, 128), (256, 128), (256, 256), (512, 256))
+"""Replay (None: nothing is skipped) and window."""
+CSA2_SPLIT = 22
+WINDOW = 256
+KEY_DISPERSION = 0.0
+"""Of CED on SmolLM2: least squares as it is. After prompts of 1,024 tokens the default of 0.5
+costs a split of 15 another 3% of perplexity, 1 another 17%: the more keys there are, the more it
+tells that some of the regenerated ones are larger than they should be."""
 HYBRID_WINDOW = 32
 """Small, so that a replay of the window alone hardly warms a recurrent state."""
 HYBRID_LENGTHS = (512, 1024)
 HYBRID_REPLAYS = (HYBRID_WINDOW, 128, 256, 512)
 HYBRID_CONTINUATION = 64
 HYBRID_FIT_DOCUMENTS = 96
-METHODS = ("ced", "ced + csa2")
+METHODS: dict[str, Method] = {"ced": "ced", "ced + csa2": "csa2"}
 FULL = "nothing skipped"
 TRUNCATED = "the prompt's last tokens alone"
 
@@ -79,39 +85,20 @@ class Case(NamedTuple):
     fit: str
     replay: int | None
     projector: bool = False
+    window: int | None = None
 
     @property
     def name(self) -> str:
         """What its row is called."""
         how = FULL if self.replay is None else f"replay {self.replay}"
-        return f"{self.fit}, {how}{' + state projector' if self.projector else ''}"
+        window = "" if self.window is None else f", window {self.window}"
+        return f"{self.fit}, {how}{window}{' + state projector' if self.projector else ''}"
 
     def of(self, addon: AddOnLike) -> AddOnLike:
         """The fitted add-on under this case's plan."""
         if self.replay is None:
-            return addon
-        return with_plan(addon, prefill="skip", replay=self.replay)
-
-
-def depth_plan(shape: Anatomy, method: str, split: int, **settings: Any) -> Plan:
-    """Every attention layer from the split on: each from H_split, or the first of each group."""
-    layers = [layer for layer in shape.foldable_layers if layer >= split]
-    groups = [[layer] for layer in layers] if method == "ced" else layer_groups(layers, GROUP_DENSE)
-    depth: list[dict[str, Any]] = [
-        {"method": "ced", "split": split, "layers": [group[0] for group in groups]}
-    ]
-    depth += [
-        {"method": "csa2", "source": group[0], "readers": group[1:]}
-        for group in groups
-        if len(group) > 1
-    ]
-    return Plan.from_dict({"depth": depth, **settings})
-
-
-def left(split: int, layers: int, replay: int, tokens: int) -> float:
-    """The share of the layers' operations that skipping leaves: s/L + (T/n)(1 - s/L)."""
-    below = split / layers
-    return below + min(1.0, replay / tokens) * (1 - below)
+            return with_plan(addon, window=self.window)
+        return with_plan(addon, prefill="skip", replay=self.replay, window=self.window)
 
 
 def book_windows(folder: Path, tokenizer: Any, count: int) -> Tensor:
@@ -129,16 +116,16 @@ def book_windows(folder: Path, tokenizer: Any, count: int) -> Tensor:
 def text_plans(shape: Anatomy) -> dict[str, Plan]:
     """Every fit of the part `text`, by name."""
     return {
-        f"{method}, split {split}": depth_plan(shape, method, split, window=WINDOW)
-        for split in SPLITS
-        for method in METHODS
+        f"{name}, split {split}": depth_plan(shape, method, split, window=WINDOW)
+        for name, method in METHODS.items()
+        for split in (SPLITS if method == "ced" else (CSA2_SPLIT,))
     }
 
 
 def text_cases(fits: Mapping[str, Plan]) -> Iterator[Case]:
     """Every measurement of the part `text` with an add-on."""
     for name in fits:
-        yield from (Case(name, replay) for replay in (None, *REPLAYS))
+        yield from (Case(name, replay, window=window) for replay, window in TEXT_READINGS)
 
 
 def text_part(chosen: argparse.Namespace) -> None:
@@ -152,7 +139,7 @@ def text_part(chosen: argparse.Namespace) -> None:
         "prompts": len(windows),
         "prompt": PROMPT,
         "continuation": CONTINUATION,
-        "window": WINDOW,
+        "key_dispersion": KEY_DISPERSION,
         "fit_tokens": train.numel(),
     }
     table = Rows(chosen.out / "text.json", settings)
@@ -162,7 +149,7 @@ def text_part(chosen: argparse.Namespace) -> None:
     cases = [Case(TRUNCATED, replay) for replay in REPLAYS] + list(text_cases(plans))
     missing = [case for case in cases if case.name not in table]
     needed = {name: plan for name, plan in plans.items() if name in {case.fit for case in missing}}
-    fitted = fit_together(model, needed, train) if needed else {}
+    fitted = fit_together(model, needed, train, key_dispersion=KEY_DISPERSION) if needed else {}
     for case in missing:
         row = bench.measure(case, fitted.get(case.fit))
         table.add(row, [known.name for known in cases])
@@ -181,7 +168,6 @@ class TextBench:
         self.shape = anatomy(model)
         self.windows = windows
         self.base = continuation_loss(model, windows, PROMPT)
-        self.dropped: dict[int, float] = {}
 
     def measure(self, case: Case, addon: AddOnLike | None) -> dict[str, Any]:
         """One row's figures; no add-on: the plain model on the prompt's last tokens."""
@@ -189,28 +175,18 @@ class TextBench:
             shown = case.replay or PROMPT
             losses = continuation_loss(self.model, self.windows[:, PROMPT - shown :], shown)
             return {"name": case.name, **summary(losses, self.base)}
-        split = addon.plan.split or 0
-        losses, dropped = self._loss(case.of(addon)), self._dropped(split, addon)
+        read = case.of(addon)
+        with attach(self.model, read):
+            losses = continuation_loss(self.model, self.windows, PROMPT)
         return {
             "name": case.name,
             "fit": case.fit,
-            "split": split,
+            "split": read.plan.split,
             "replay": case.replay,
-            "operations": left(split, self.shape.num_layers, case.replay or PROMPT, PROMPT),
-            "dropped_perplexity": math.exp(dropped),
-            "recovery": history_recovery(dropped, float(losses.mean()), float(self.base.mean())),
+            "window": read.plan.window,
+            "operations": operations_left(read.plan, self.shape, PROMPT),
             **summary(losses, self.base),
         }
-
-    def _loss(self, addon: AddOnLike) -> Tensor:
-        with attach(self.model, addon):
-            return continuation_loss(self.model, self.windows, PROMPT)
-
-    def _dropped(self, split: int, addon: AddOnLike) -> float:
-        """Mean loss with the upper layers' history dropped and nothing skipped."""
-        if split not in self.dropped:
-            self.dropped[split] = float(self._loss(without_history(addon, self.shape)).mean())
-        return self.dropped[split]
 
 
 def hybrid_cases(fits: Mapping[str, Plan]) -> Iterator[Case]:
@@ -234,7 +210,10 @@ def hybrid_part(chosen: argparse.Namespace) -> None:
         "fit_documents": HYBRID_FIT_DOCUMENTS,
     }
     table = Rows(chosen.out / "hybrid.json", settings)
-    plans = {method: depth_plan(shape, method, split, window=HYBRID_WINDOW) for method in METHODS}
+    plans = {
+        name: depth_plan(shape, method, split, window=HYBRID_WINDOW)
+        for name, method in METHODS.items()
+    }
     cases = list(hybrid_cases(plans))
     fitted = hybrid_fits(model, tokenizer, plans)
     order = [f"{n}: {name}" for n in HYBRID_LENGTHS for name in (PLAIN, *(c.name for c in cases))]
@@ -321,19 +300,21 @@ def compute_part(chosen: argparse.Namespace) -> None:
     cases = {f"split {s}, replay {t}": (s, t) for s in SPLITS for t in REPLAYS}
     if all(name in table for name in cases):
         return
+    plans = {
+        name: depth_plan(shape, "ced", split, window=WINDOW, prefill="skip", replay=replay)
+        for name, (split, replay) in cases.items()
+    }
     addons: dict[str, AddOnLike | None] = {PLAIN: None}
-    for name, (split, replay) in cases.items():
-        plan = depth_plan(shape, "ced", split, window=WINDOW, prefill="skip", replay=replay)
-        addons[name] = AddOn.untrained(model, plan)
+    addons |= {name: AddOn.untrained(model, plan) for name, plan in plans.items()}
     ids = torch.randint(shape.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     timing = SpeedSettings(history=PROMPT, decode_tokens=1, repeats=chosen.repeats)
     speeds = measure_speed(model, addons, ids, timing)
     plain = speeds[PLAIN].prefill_tokens_per_second
     table.shared["seconds"] = PROMPT / plain
-    for name, (split, replay) in cases.items():
+    for name, plan in plans.items():
         seconds = PROMPT / speeds[name].prefill_tokens_per_second
         figures = {
-            "operations": left(split, shape.num_layers, replay, PROMPT),
+            "operations": operations_left(plan, shape, PROMPT),
             "seconds": seconds,
             "seconds_of_plain": seconds * plain / PROMPT,
         }
@@ -365,18 +346,18 @@ def _figure(value: float | None, form: str) -> str:
 
 def _text_table(data: dict[str, Any]) -> str:
     made, base = data["settings"], data["shared"]["base"]
-    rows = [[PLAIN, "1.00", f"{base['perplexity']:.2f}", "0", "-"]]
+    rows = [[PLAIN, "1.00", f"{base['perplexity']:.2f}", "0"]]
     for row in data["rows"]:
         error = row["loss_rise_error"]
         rise = f"{row['loss_rise']:.4f}" + ("" if error is None else f" ± {error:.4f}")
         figures = _figure(row.get("operations"), ".2f"), f"{row['perplexity']:.2f}", rise
-        rows.append([row["name"], *figures, _figure(row.get("recovery"), ".3f")])
+        rows.append([row["name"], *figures])
     return _table(
         f"{made['model']}: the {made['continuation']} tokens after {made['prompt']:,} of a book",
-        ("operations", "PPL", "loss rise", "recovery"),
+        ("operations", "PPL", "loss rise"),
         rows,
         f"{made['prompts']} prompts from two books; loss in nats, ± the standard error of the "
-        f"prompts' differences; 4 anchors, window {made['window']}; fitted on "
+        f"prompts' differences; 4 anchors; fitted on "
         f"{made['fit_tokens']:,} tokens of WikiText-2 valid.",
     )
 

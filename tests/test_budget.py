@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvfold
-from kvfold.budget import LADDERS, history_bytes, layer_groups, plain_history_bytes, slot_bytes
+from kvfold.budget import (
+    LADDERS,
+    history_bytes,
+    layer_groups,
+    operations_left,
+    plain_history_bytes,
+    slot_bytes,
+)
 from kvfold.errors import PlanError
 from kvfold.evaluation.memory import history_bytes_per_token
 from kvfold.methods import Bits, CodePart
@@ -228,3 +235,16 @@ def test_groups_take_every_layer_once_and_leave_none_alone(count):
     assert [layer for group in groups for layer in group] == list(range(count))
     assert all(len(group) > 1 for group in groups) or count == 1
     assert max(map(len, groups)) <= 6
+
+
+@pytest.mark.parametrize(
+    ("split", "replay", "tokens", "left"),
+    [(15, 256, 2048, 0.5625), (10, 512, 1024, 2 / 3), (20, 128, 128, 1.0), (15, 256, 100, 1.0)],
+)
+def test_a_skipped_prompts_work_is_that_of_the_lower_layers_and_of_the_replay(
+    split, replay, tokens, left
+):
+    entry = {"method": "ced", "split": split, "layers": list(range(split, 30))}
+    plan = Plan.from_dict({"depth": [entry], "prefill": "skip", "replay": replay})
+    assert operations_left(plan, dense(), tokens) == pytest.approx(left)
+    assert operations_left(plan.replace(prefill="full"), dense(), tokens) == 1.0

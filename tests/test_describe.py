@@ -114,3 +114,36 @@ def test_every_preset_is_told_in_one_line(shape):
 def test_a_plan_for_another_model_is_refused(shape):
     with pytest.raises(PlanError, match="layers 0 to 29"):
         words(shape, depth=[{"method": "drop", "layers": [99]}])
+
+
+CED = {"depth": [{"method": "ced", "split": 15, "layers": ALL[15:]}], "prefill": "skip"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({}, "prompts skip layers 15-29 but for the last 256 tokens (56% of the work at 2,048)"),
+        (
+            {"window": 1, "replay": 1},
+            "prompts skip layers 15-29 but for the last token (50% of the work at 2,048)",
+        ),
+        (
+            {"depth": [{"method": "ced", "split": 29, "layers": [29]}], "replay": 1024},
+            "prompts skip layer 29 but for the last 1,024 tokens (98% of the work at 2,048)",
+        ),
+    ],
+)
+def test_what_a_prompt_skips_is_told(shape, keys, told):
+    assert f", {told}: " in words(shape, **{**CED, **keys})
+
+
+def test_nothing_is_told_of_skipping_where_prompts_run_in_full(shape):
+    assert "skip" not in words(shape, **{**CED, "prefill": "full"})
+
+
+def test_projected_states_are_told(tiny_config):
+    hybrid = kvfold.anatomy(tiny_config("qwen3_5"))
+    plan = {"depth": [{"method": "ced", "split": 4, "layers": [7]}], "prefill": "skip"}
+    told = "prompts skip layers 4-7 but for the last 256 tokens (56% of the work at 2,048)"
+    assert f", {told}: " in words(hybrid, **plan)
+    assert f", {told}, states projected: " in words(hybrid, **plan, state_projector=True)

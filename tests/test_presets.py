@@ -44,6 +44,8 @@ def test_every_preset_fits_every_family(tiny_config, family):
     missing = {"csa2", "ced-csa2"} if described.is_hybrid else set()  # two layers of the upper half
     if 3 not in described.foldable_layers:
         missing |= {"qwen-compress"}
+    if any(layer.kind == "sliding_attention" for layer in described.layers):
+        missing |= {"fast-prefill"}
     for name in PRESETS.keys() - missing:
         plan = preset(name, described)
         plan.check(described)
@@ -55,6 +57,18 @@ def test_a_preset_that_needs_more_layers_than_there_are_says_how_many(tiny_confi
     for name in ("csa2", "ced-csa2"):
         with pytest.raises(PlanError, match=r"at least 2 full-attention layers .* has 1: \[7\]"):
             preset(name, described)
+
+
+def test_fast_prefill_skips_what_each_kind_of_model_can_spare(
+    card_shape, smollm2_shape, tiny_config
+):
+    hybrid, dense = preset("fast-prefill", card_shape), preset("fast-prefill", smollm2_shape)
+    assert (hybrid.prefill, hybrid.split, hybrid.folded_layers) == ("skip", 16, (19, 23, 27, 31))
+    assert (dense.prefill, dense.split, dense.folded_layers) == ("skip", 20, tuple(range(20, 30)))
+    assert (hybrid.state_projector, dense.state_projector) == (True, False)
+    assert hybrid.window == hybrid.replay == 256
+    with pytest.raises(PlanError, match="sliding window"):
+        preset("fast-prefill", kvfold.anatomy(tiny_config("gemma3")))
 
 
 def test_an_unknown_preset_lists_the_known_ones(smollm2_shape):

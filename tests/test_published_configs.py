@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import kvfold
 from kvfold.cli import build_app
 from kvfold.evaluation.memory import memory_at
-from kvfold.methods import build_pipelines
+from kvfold.methods import build_pipelines, build_state_projector
 from kvfold.presets import PRESETS, preset
 from kvfold.runtime.ledger import plain_bytes, predict_bytes
 
@@ -105,7 +105,13 @@ def test_every_preset_builds_methods_of_the_size_that_it_tells(plan_name, shape)
     plan = preset(plan_name, shape)
     pipelines = meta_pipelines(plan, shape)
     (stored,) = memory_at(plan, shape, (HISTORY,))
-    assert 2 * sum(p.numel() for p in pipelines.parameters()) == stored.addon_bytes
+    weights = sum(p.numel() for p in pipelines.parameters())
+    with torch.device("meta"):
+        projector = build_state_projector(plan, shape)
+    if projector is not None:
+        assert plan_name == "fast-prefill"
+        weights += sum(p.numel() for p in projector.parameters())
+    assert 2 * weights == stored.addon_bytes
     served = sorted(layer for pipeline in pipelines for layer in pipeline.layers)
     assert tuple(served) == plan.folded_layers
 

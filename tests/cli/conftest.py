@@ -8,9 +8,8 @@ from typer.testing import CliRunner
 from kvfold.cli import build_app
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(tiny_model, tmp_path_factory):
-    """A folder with a tiny Llama of 261 tokens and a tokenizer of bytes."""
+def byte_tokenizer():
+    """A tokenizer of 261 tokens: every byte is one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -28,10 +27,39 @@ def tiny_folder(tiny_model, tmp_path_factory):
         "{% for m in messages %}<user>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<answer>{% endif %}"
     )
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama", vocab_size=len(vocabulary)).save_pretrained(folder)
-    wrapped.save_pretrained(folder)
-    return folder
+    return wrapped
+
+
+@pytest.fixture(scope="session")
+def model_folder(tiny_model, tmp_path_factory):
+    """`model_folder(family)`: a folder with a tiny model and a tokenizer of bytes."""
+
+    def make(family, name):
+        folder = tmp_path_factory.mktemp("models") / name
+        tokenizer = byte_tokenizer()
+        tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(model_folder):
+    """A folder with a tiny Llama of 261 tokens and a tokenizer of bytes."""
+    return model_folder("llama", "tiny")
+
+
+@pytest.fixture(scope="session")
+def hybrid_folder(model_folder):
+    """The same with a tiny Qwen3.5: layers 3 and 7 attend, the others are linear attention."""
+    return model_folder("qwen3_5", "hybrid")
+
+
+@pytest.fixture(scope="session")
+def sliding_folder(model_folder):
+    """The same with a tiny Gemma 3: layers 0 and 3 attend to a sliding window."""
+    return model_folder("gemma3", "sliding")
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +99,20 @@ def addon_folder(kvfold, tiny_folder, text_file, tmp_path_factory):
     done = kvfold(
         "fit", tiny_folder, "--preset", "csa2", "--corpus", text_file, "--tokens", 2048,
         "--held-out-tokens", 128, "--window", 64, "-o", folder,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture(scope="session")
+def skip_folder(kvfold, tiny_folder, text_file, tmp_path_factory):
+    """An add-on whose prompts skip layers 3 to 5 but for their last 16 tokens and 4 anchors."""
+    folder = tmp_path_factory.mktemp("add-ons") / "skipping"
+    plan = folder.with_name("skipping.yaml")
+    plan.write_text("window: 8\ndepth: [{method: ced, split: 3, layers: [3, 4, 5]}]\n")
+    done = kvfold(
+        "fit", tiny_folder, "--plan", plan, "--prefill", "skip", "--replay", 16, "--corpus",
+        text_file, "--tokens", 2048, "--held-out-tokens", 128, "--window", 64, "-o", folder,
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     return folder

@@ -127,3 +127,104 @@ def test_the_addon_option_is_needed(kvfold, tiny_folder):
 )
 def test_lengths_are_counts_or_thousands(text, lengths):
     assert parse_lengths(text) == lengths
+
+
+@pytest.fixture
+def evaluate_skipping(kvfold, tiny_folder, skip_folder, text_file):
+    def run(*more):
+        return kvfold(
+            "evaluate", tiny_folder, "--addon", skip_folder, "--data", text_file, "--windows", 3,
+            "--window", 80, "--lengths", "1k,2000", *more,
+        )  # fmt: skip
+
+    return run
+
+
+def flat(done):
+    """What a command printed, without the frames and line breaks of the terminal."""
+    return " ".join(done.output.replace("│", " ").split())
+
+
+def test_an_addon_that_skips_is_refused_before_the_model_runs(evaluate_skipping, monkeypatch):
+    def unexpected(*_, **__):
+        raise AssertionError("the model ran")
+
+    monkeypatch.setattr("kvfold.evaluation.runner.evaluate", unexpected)
+    done = evaluate_skipping()
+    assert done.exit_code == 2
+    assert "--continuation N" in flat(done)
+    assert "--prefill full" in flat(done)
+    assert "skipping: most of a prompt skips" in flat(done)
+
+
+def test_an_addon_that_skips_can_be_measured_without_skipping(evaluate_skipping, tmp_path):
+    done = evaluate_skipping("--prefill", "full", "--no-speed", "--json", tmp_path / "e.json")
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "e.json").read_text())["results"][1]
+    assert result["plan"]["prefill"] == "full"
+    assert result["quality"]["kl"] > 0
+
+
+def test_a_continuation_is_scored_after_a_skipped_prompt(evaluate_skipping, tmp_path):
+    files = ("--json", tmp_path / "e.json", "--plot", tmp_path / "e.svg")
+    done = evaluate_skipping("--continuation", 16, *files)
+    assert done.exit_code == 0, done.output
+    data = json.loads((tmp_path / "e.json").read_text())
+    assert (data["windows"], data["prompt"], data["continuation"]) == (3, 64, 16)
+    plain, skipping = data["results"]
+    assert plain["name"] == "no compression"
+    assert skipping["plan"]["prefill"] == "skip"
+    assert skipping["skipped_tokens"] == 64 - 16 - 4
+    assert skipping["operations_left"] == pytest.approx(0.5 + 0.5 * 16 / 64)
+    assert len(skipping["losses"]) == 3
+    assert skipping["times_faster"] == pytest.approx(
+        plain["prefill_seconds"] / skipping["prefill_seconds"]
+    )
+    assert [memory["tokens"] for memory in skipping["memory"]] == [1024, 2000]
+    rows = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    row = next(line for line in rows if line.startswith("skipping "))
+    rise, error = (100 * skipping[f"perplexity_rise{end}"] for end in ("", "_error"))
+    shown = f"{skipping['perplexity']:.2f} {rise:+.2f} ± {error:.2f}% 62%"
+    assert row.startswith(f"skipping {shown}")
+    assert "prompts skip layers 3-5 but for the last 16 tokens" in flat(done)
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100
+    assert (tmp_path / "e.svg").read_text().startswith("<?xml")
+
+
+def test_speed_and_skipping_can_be_left_out_of_a_continuation(evaluate_skipping, tmp_path):
+    more = ("--continuation", 16, "--prefill", "full", "--no-speed", "--json", tmp_path / "e.json")
+    done = evaluate_skipping(*more)
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "e.json").read_text())["results"][1]
+    assert (result["operations_left"], result["skipped_tokens"], result["speed"]) == (1.0, 0, None)
+    assert "seconds" not in done.output
+
+
+def test_prompts_too_short_to_skip_anything_are_told_of(evaluate_skipping):
+    done = evaluate_skipping("--continuation", 16, "--replay", 60, "--no-speed")
+    assert done.exit_code == 0, done.output
+    assert "nothing was skipped in prompts of 64 tokens" in flat(done)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--continuation", "0"), "continuation"),
+        (("--continuation", "80"), "--window 80"),
+        (("--continuation", "8", "--history", "exact"), "--history exact"),
+        (("--continuation", "8", "--speed-history", "32"), "--speed-history"),
+        (("--continuation", "8", "--replay", "7"), "replay must be at least the window's 8"),
+        (("--continuation", "8", "--plot", "picture.bmp"), ".png"),
+    ],
+)
+def test_bad_values_with_a_continuation_are_explained(evaluate_skipping, options, words):
+    done = evaluate_skipping("--no-speed", *options)
+    assert done.exit_code == 2
+    assert words in flat(done)
+    assert "Traceback" not in done.output
+
+
+def test_an_addon_that_cant_skip_is_refused(evaluate):
+    done = evaluate("--no-speed", "--prefill", "skip", "--continuation", 8)
+    assert done.exit_code == 2
+    assert "prefill: skip needs a depth entry" in flat(done)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kvfold.anatomy import anatomy
-from kvfold.cli.fit import EXAMPLE_PLAN, calibration_window, report_table
+from kvfold.cli.fit import EXAMPLE_PLAN, calibration_window, report_table, scanned_heads
 from kvfold.describe import describe
 from kvfold.models import load_config
 from kvfold.plan import Plan
@@ -90,6 +90,11 @@ def test_force_does_not_replace_what_is_no_addon(kvfold, tiny_folder, text_file,
         (("--window", "1"), "window"),
         (("--device", "moon"), "moon"),
         (("--dtype", "int8"), "dtype"),
+        (("--replay", "0"), "replay"),
+        (("--prefill", "some"), "prefill"),
+        (("--prefill", "skip", "--preset", "balanced"), "prefill: skip needs a depth entry"),
+        (("--prefill", "skip", "--replay", "100"), "replay must be at least the window's 128"),
+        (("--state-projector",), "this model has none from layer 3 on"),
     ],
 )
 def test_bad_values_are_explained_and_leave_nothing(
@@ -232,3 +237,66 @@ def test_the_plan_in_the_help_is_one_that_can_be_fitted(tiny_config):
 def test_the_help_shows_the_plan_line_by_line(kvfold):
     shown = [line.strip() for line in kvfold("fit", "--help").output.splitlines()]
     assert set(map(str.strip, EXAMPLE_PLAN.splitlines())) <= set(shown)
+
+
+def test_prefill_replay_and_state_projector_override_the_plans_keys(
+    kvfold, hybrid_folder, text_file, tmp_path
+):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("window: 8\ndepth: [{method: ced, split: 4, layers: [7]}]\nreplay: 99\n")
+    more = ("--plan", plan, "--prefill", "skip", "--replay", 16, "--state-projector")
+    done = fit(kvfold, hybrid_folder, text_file, tmp_path / "a", *more)
+    assert done.exit_code == 0, done.output
+    addon = AddOn.from_pretrained(tmp_path / "a")
+    assert (addon.plan.prefill, addon.plan.replay, addon.plan.state_projector) == ("skip", 16, True)
+    assert "prompts skip layers 4-7 but for the last 16 tokens" in flat(done)
+    assert scanned_heads(addon.report["state_projector"]) in flat(done)
+    assert "--continuation 128" in flat(done)
+
+
+def test_a_plans_state_projector_can_be_left_out(kvfold, hybrid_folder, text_file, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        "window: 8\nprefill: skip\nstate_projector: true\n"
+        "depth: [{method: ced, split: 4, layers: [7]}]\n"
+    )
+    more = ("--plan", plan, "--prefill", "full", "--no-state-projector")
+    done = fit(kvfold, hybrid_folder, text_file, tmp_path / "a", *more)
+    assert done.exit_code == 0, done.output
+    addon = AddOn.from_pretrained(tmp_path / "a")
+    assert addon.state_projector is None
+    assert (addon.plan.prefill, addon.plan.state_projector) == ("full", False)
+    assert "States over skipped tokens" not in flat(done)
+    assert "--continuation" not in flat(done)
+
+
+def test_skipping_takes_the_preset_ced_where_no_plan_is_named(
+    kvfold, tiny_folder, text_file, tmp_path
+):
+    done = fit(kvfold, tiny_folder, text_file, tmp_path / "a", "--prefill", "skip")
+    assert done.exit_code == 0, done.output
+    plan = AddOn.from_pretrained(tmp_path / "a").plan
+    assert (plan.prefill, plan.depth[0].method, plan.split) == ("skip", "ced", 3)
+
+
+def test_a_plan_that_cant_be_is_refused_before_weights_are_read(
+    kvfold, tiny_folder, sliding_folder, text_file, tmp_path, monkeypatch
+):
+    def unexpected(*_):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("kvfold.cli.fit.load_model", unexpected)
+    sliding = fit(kvfold, sliding_folder, text_file, tmp_path / "a", "--prefill", "skip")
+    assert sliding.exit_code == 2
+    assert "layers [3] attend to a sliding window" in flat(sliding)
+    dense = fit(kvfold, tiny_folder, text_file, tmp_path / "a", "--state-projector")
+    assert dense.exit_code == 2
+    assert "leave it out" in flat(dense)
+
+
+def test_scanned_heads_are_told_by_layers_with_equally_many():
+    scanned = {"4": 3, "5": 3, "6": 4, "8": 3}
+    assert scanned_heads({"heads": 4, "scanned": scanned}).startswith(
+        "States over skipped tokens: of 4 heads a layer, scanned are 3 in layers 4-5, 8; 4 in "
+        "layer 6."
+    )

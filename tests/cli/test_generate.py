@@ -83,6 +83,9 @@ def test_answers_are_those_of_the_model_itself(tiny_folder, addon_folder):
         (("--prompt-file", "no-such-file"), "no-such-file"),
         (("--prompt", "a", "--temperature", "-1"), "temperature"),
         (("--prompt", "a", "--resident", "elsewhere"), "resident"),
+        (("--prompt", "a", "--prefill", "half"), "prefill"),
+        (("--prompt", "a", "--replay", "0"), "replay"),
+        (("--prompt", "a", "--prefill", "skip"), "prefill: skip needs a depth entry"),
     ],
 )
 def test_bad_values_are_explained(generate, options, words):
@@ -99,3 +102,51 @@ def test_control_characters_of_an_answer_never_reach_the_terminal():
     shown = console.file.getvalue()
     assert not {"\x1b", "\x0f", "\x7f"} & set(shown)
     assert "a\ufffd[2Jb\ufffd\ufffdc" in shown
+
+
+@pytest.fixture
+def generate_skipping(kvfold, tiny_folder, skip_folder, tmp_path):
+    def run(prompt, *more):
+        (tmp_path / "prompt.txt").write_text(prompt)
+        return kvfold(
+            "generate", tiny_folder, "--addon", skip_folder, "--max-new-tokens", 4, "--raw",
+            "--prompt-file", tmp_path / "prompt.txt", *more,
+        )  # fmt: skip
+
+    return run
+
+
+def test_how_many_tokens_a_prompt_skipped_and_replayed_is_shown(generate_skipping):
+    done = generate_skipping("a prompt of 50 tokens in all, counted and found so")
+    assert done.exit_code == 0, done.output
+    assert "50 prompt tokens" in done.output
+    assert done.output.count("prompt: 30 tokens skipped, 16 replayed") == 1
+    fewer = generate_skipping("a prompt of 50 tokens in all, counted and found so", "--replay", 40)
+    assert "prompt: 6 tokens skipped, 40 replayed" in fewer.output
+
+
+def test_a_prompt_too_short_to_skip_anything_is_told_of(generate_skipping):
+    done = generate_skipping("just twenty tokens..")
+    assert done.exit_code == 0, done.output
+    assert "tokens skipped" not in done.output
+    assert "skipping: the prompt was too short to skip anything: its last 16" in flat(done)
+
+
+def test_an_addon_that_skips_can_run_without_skipping(generate_skipping):
+    done = generate_skipping(
+        "a prompt of 50 tokens in all, counted and found so", "--prefill", "full"
+    )
+    assert done.exit_code == 0, done.output
+    assert "skipped" not in done.output
+    assert "too short" not in done.output
+
+
+def test_a_replay_shorter_than_the_window_is_refused(generate_skipping):
+    done = generate_skipping("a prompt", "--replay", 7)
+    assert done.exit_code == 2
+    assert "replay must be at least the window's 8 tokens" in flat(done)
+
+
+def flat(done):
+    """What a command printed, without line breaks."""
+    return " ".join(done.output.split())

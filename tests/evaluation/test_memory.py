@@ -127,3 +127,11 @@ def test_a_pooled_prompt_of_301_tokens_keeps_the_cards_entries(tiny_config):
     assert memory.components["slots"] == layers * 43 * TOKEN
     assert memory.components["window"] == layers * 131 * TOKEN  # room for the most there can be
     assert memory.components["anchors"] == 0
+
+
+def test_a_state_projector_is_part_of_an_addons_weights(tiny_config):
+    shape = anatomy(tiny_config("qwen3_5"))
+    plan = Plan.from_dict({"depth": [{"method": "ced", "split": 4, "layers": [7]}]})
+    layers, hidden = 3, shape.hidden_size
+    more = addon_bytes(plan.replace(state_projector=True), shape) - addon_bytes(plan, shape)
+    assert more == 2 * layers * hidden * (hidden + 1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,6 +15,8 @@ from kvfold.cli.options import (
     DtypeOption,
     KeepWindowOption,
     ModelArgument,
+    PrefillOption,
+    ReplayOption,
     ResidentOption,
     console,
     load_addons,
@@ -23,13 +26,31 @@ from kvfold.cli.options import (
     text_windows,
 )
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from kvfold.evaluation.prompt_runner import PromptEvaluation
+    from kvfold.evaluation.runner import Evaluation
+    from kvfold.runtime.attach import AddOnLike
+
+WINDOW = 512
+"""Tokens of a window of text."""
+
+PROMPT = 2048
+"""Tokens of a window before those that are scored, with --continuation."""
+
 HELP = (
     "Measure add-ons against the plain model on the same text.\n\n"
     "Shows perplexity, divergence from the plain model, how much of the history's worth is "
     "kept, bytes (stored and in memory, in bits a value, and part by part at each length) and "
     "speed. The first row is always `no compression`.\n\n"
-    "Example: kvfold evaluate smollm2-135m --addon my-addon --data test.txt --windows 8 "
-    "--window 512"
+    "An add-on whose prompts skip layers has no logits for most of a prompt. With --continuation "
+    "N each window's last N tokens are scored, after a prompt that ran as the plan says, and "
+    "prefill is timed; with --prefill full it is measured without skipping.\n\n"
+    "\b\nExamples:\n"
+    "kvfold evaluate smollm2-135m --addon my-addon --data test.txt --windows 8 --window 512\n"
+    "kvfold evaluate smollm2-135m --addon my-addon --data test.txt --continuation 128"
 )
 
 
@@ -49,7 +70,20 @@ def evaluate_command(
         ),
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text.")] = 8,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of each window of text.")] = 512,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens of each window of text; by default 512, or N and a prompt of 2,048 with "
+            "--continuation N.",
+        ),
+    ] = None,
+    continuation: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Score the last N tokens of each window, after the others."
+        ),
+    ] = None,
     history: Annotated[
         Literal["folded", "exact"],
         typer.Option(help="Fold in the same pass, or fold the history of an exact prefill."),
@@ -60,18 +94,26 @@ def evaluate_command(
     keep_window: KeepWindowOption = None,
     anchors: AnchorsOption = None,
     resident: ResidentOption = None,
+    prefill: PrefillOption = None,
+    replay: ReplayOption = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows in one forward pass.")] = 4,
     speed: Annotated[bool, typer.Option(help="Measure prefill and decode speed too.")] = True,
     speed_history: Annotated[
-        int, typer.Option(min=1, help="Prompt length at which speed is measured.")
-    ] = 1024,
+        int | None,
+        typer.Option(
+            min=1, help="Prompt length at which speed is measured (1,024, or the windows' own)."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.")
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw quality against bytes (png, svg, pdf)."),
+        typer.Option(
+            metavar="FILE",
+            help="Draw quality against bytes, or a prompt's operations (png, svg, pdf).",
+        ),
     ] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -79,51 +121,118 @@ def evaluate_command(
     """Measure and show; see HELP."""
     import torch
 
-    from kvfold.evaluation.candidates import never_folds, with_plan
+    from kvfold.evaluation.candidates import with_plan
+    from kvfold.evaluation.prompt_runner import PromptEvaluation, evaluate_prompts
     from kvfold.evaluation.report import plot_format
-    from kvfold.evaluation.runner import evaluate
-    from kvfold.evaluation.speed import SpeedSettings
 
     chosen_lengths = parse_lengths(lengths)
+    size = _window(window, continuation, history, speed_history)
     if plot is not None:
         plot_format(plot)
     torch.manual_seed(seed)
     screen = console()
     loaded, tokenizer = load_model(model, dtype, device)
+    changes = {"window": keep_window, "anchors": anchors, "resident": resident}
     candidates = {
-        name: with_plan(found, window=keep_window, anchors=anchors, resident=resident)
+        name: with_plan(found, **changes, prefill=prefill, replay=replay)
         for name, found in load_addons(addon, loaded).items()
     }
+    if continuation is None:
+        _refuse_skipping(candidates)
     say_plans(screen, loaded, candidates)
-    tokens = text_windows(data, tokenizer, window=window, windows=windows)
-    with screen.status("measuring") as status:
-        made = evaluate(
-            loaded,
-            candidates,
-            tokens,
-            history=history,
-            lengths=chosen_lengths,
-            speed=speed,
-            speed_settings=SpeedSettings(history=speed_history),
-            batch=batch,
-            on_progress=lambda what: status.update(f"measuring: {what}"),
-        )
+    tokens = text_windows(data, tokenizer, window=size, windows=windows)
     config = {"model": model, "addons": list(addon), "data": data, "seed": seed}
-    show(screen, made, config, json_file=json_file, plot=plot, title=f"{model}: quality and bytes")
-    for name, candidate in candidates.items():
-        if never_folds(candidate, tokens.shape[1]):
-            screen.print(
-                f"{name}: nothing was folded in windows of {tokens.shape[1]} tokens, so its "
-                "quality is the plain model's. Take longer windows (--window) or keep fewer "
-                "tokens exact (--keep-window).",
-                style="yellow",
-                highlight=False,
+    shared: dict[str, Any] = {"lengths": chosen_lengths, "speed": speed, "batch": batch}
+    with screen.status("measuring") as status:
+        shared["on_progress"] = lambda what: status.update(f"measuring: {what}")
+        measured = (
+            _evaluate(loaded, candidates, tokens, history, speed_history, shared)
+            if continuation is None
+            else evaluate_prompts(loaded, candidates, tokens, continuation, **shared)
+        )
+    files: dict[str, Any] = {"json_file": json_file, "plot": plot}
+    if isinstance(measured, PromptEvaluation):
+        show_prompts(screen, measured, config, **files, title=f"{model}: quality and prefill")
+    else:
+        show(screen, measured, config, **files, title=f"{model}: quality and bytes")
+    for line in _warnings(candidates, tokens.shape[1], continuation):
+        screen.print(line, style="yellow", highlight=False)
+
+
+def _window(
+    window: int | None, continuation: int | None, history: str, speed_history: int | None
+) -> int:
+    """Tokens of a window of text; `typer.BadParameter` if options don't go together."""
+    if continuation is None:
+        return window or WINDOW
+    if window is not None and window <= continuation:
+        raise typer.BadParameter(
+            f"a window must hold a prompt before the --continuation of {continuation} tokens; got "
+            f"--window {window}; lengthen it"
+        )
+    if history == "exact":
+        raise typer.BadParameter(
+            "with --continuation a prompt runs as the plan says, so there is no --history exact; "
+            "leave it out"
+        )
+    if speed_history is not None:
+        raise typer.BadParameter(
+            "with --continuation prefill is timed at the windows' own prompts; leave "
+            "--speed-history out, and set their length with --window"
+        )
+    return window or PROMPT + continuation
+
+
+def _refuse_skipping(candidates: Mapping[str, AddOnLike]) -> None:
+    skipping = [name for name, addon in candidates.items() if addon.plan.prefill == "skip"]
+    if skipping:
+        raise typer.BadParameter(
+            f"{', '.join(skipping)}: most of a prompt skips the upper layers, so its own tokens "
+            "have no logits to score. Add --continuation N to score the last N tokens of each "
+            "window after a prompt that skips, or --prefill full to measure without skipping"
+        )
+
+
+def _evaluate(
+    model: Any,
+    candidates: Mapping[str, AddOnLike],
+    tokens: Tensor,
+    history: Literal["folded", "exact"],
+    speed_history: int | None,
+    shared: Mapping[str, Any],
+) -> Evaluation:
+    from kvfold.evaluation.runner import evaluate
+    from kvfold.evaluation.speed import SpeedSettings
+
+    settings = SpeedSettings() if speed_history is None else SpeedSettings(history=speed_history)
+    return evaluate(model, candidates, tokens, history=history, speed_settings=settings, **shared)
+
+
+def _warnings(
+    candidates: Mapping[str, AddOnLike], window: int, continuation: int | None
+) -> Iterator[str]:
+    """What the windows were too short for."""
+    from kvfold.evaluation.candidates import never_folds, skipped_tokens
+
+    prompt = window - (continuation or 0)
+    for name, addon in candidates.items():
+        if never_folds(addon, window):
+            yield (
+                f"{name}: nothing was folded in windows of {window} tokens, so its quality is the "
+                "plain model's. Take longer windows (--window) or keep fewer tokens exact "
+                "(--keep-window)."
+            )
+        if addon.plan.prefill == "skip" and not skipped_tokens(addon.plan, prompt):
+            yield (
+                f"{name}: nothing was skipped in prompts of {prompt:,} tokens, of which the last "
+                f"{addon.plan.replay:,} and the first {addon.plan.anchors} run through all layers "
+                "anyway. Take longer windows (--window) or replay fewer tokens (--replay)."
             )
 
 
 def show(
-    screen: Any,
-    made: Any,
+    screen: Console,
+    made: Evaluation,
     config: dict[str, Any],
     *,
     json_file: Path | None,
@@ -136,16 +245,50 @@ def show(
         memory_table,
         quality_table,
         report_data,
-        write_json,
         write_plot,
     )
 
-    screen.print(quality_table(made))
-    screen.print(memory_table(made))
-    screen.print(component_table(made))
+    for table in (quality_table(made), memory_table(made), component_table(made)):
+        screen.print(table)
+    data = report_data(made, config)
+    write_files(screen, json_file, data, plot, lambda path: write_plot(path, made, title=title))
+
+
+def show_prompts(
+    screen: Console,
+    made: PromptEvaluation,
+    config: dict[str, Any],
+    *,
+    json_file: Path | None,
+    plot: Path | None,
+    title: str,
+) -> None:
+    """`show` for what was measured by continuations."""
+    from kvfold.evaluation.prompt_report import prompt_points, prompt_table, write_prompt_plot
+    from kvfold.evaluation.report import component_table, memory_table, report_data
+
+    for table in (prompt_table(made), memory_table(made), component_table(made)):
+        screen.print(table)
+
+    def draw(path: Path) -> None:
+        write_prompt_plot(path, made, prompt_points(made), title=title)
+
+    write_files(screen, json_file, report_data(made, config), plot, draw)
+
+
+def write_files(
+    screen: Console,
+    json_file: Path | None,
+    data: Mapping[str, Any],
+    plot: Path | None,
+    draw: Callable[[Path], None],
+) -> None:
+    """Write figures and plot where they were asked for, and say where they are."""
+    from kvfold.evaluation.report import write_json
+
     if json_file is not None:
-        write_json(json_file, report_data(made, config))
+        write_json(json_file, data)
         screen.print(f"Figures: {json_file}", highlight=False)
     if plot is not None:
-        write_plot(plot, made, title=title)
+        draw(plot)
         screen.print(f"Plot: {plot}", highlight=False)

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from kvfold.cli.inspect import layer_ranges
 from kvfold.cli.options import (
     BytesPerTokenOption,
     DeviceOption,
     DtypeOption,
     ModelArgument,
     PlanOption,
+    PrefillOption,
+    ReplayOption,
     TimesSmallerOption,
     budget_plan,
     console,
     load_model,
     only_one,
     read_plan,
+    with_keys,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +51,8 @@ HELP = (
     "fitted in closed form, in one pass over the corpus a stage; the gates of a plan that pools "
     "tokens are then trained, a window of text a step. Nothing but the add-on is left on disk. "
     "How well it does on held-out text is shown and kept in the add-on.\n\n"
+    "With --prefill skip most of a prompt runs through the lower layers only; the last tokens "
+    "(--replay) run through all. --state-projector is for models with linear attention.\n\n"
     "A plan of all three axes, as a file for --plan. Groups of layers share a code (depth), 4 "
     "tokens become one slot (sequence), slots are stored in 8 bits a value (bits). Layers that "
     "share a code go through the other axes together; a layer that no axis names stays as it "
@@ -54,6 +60,7 @@ HELP = (
     "\b\nExamples:\n"
     "kvfold fit smollm2-135m --preset balanced --tokens 60000 -o my-addon\n"
     "kvfold fit smollm2-135m --times-smaller 8 -o my-addon\n"
+    "kvfold fit smollm2-135m --preset ced --prefill skip --replay 256 -o my-addon\n"
     "kvfold fit smollm2-135m --plan plan.yaml --gate-steps 200 -o my-addon"
 )
 
@@ -74,12 +81,24 @@ def fit_command(
     preset: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="A plan by name (see kvfold inspect); `balanced` by default."
+            metavar="NAME",
+            help="A plan by name (see kvfold inspect); by default `balanced`, or `ced` where "
+            "prompts skip layers.",
         ),
     ] = None,
     plan: PlanOption = None,
     times_smaller: TimesSmallerOption = None,
     bytes_per_token: BytesPerTokenOption = None,
+    prefill: PrefillOption = None,
+    replay: ReplayOption = None,
+    state_projector: Annotated[
+        bool | None,
+        typer.Option(
+            "--state-projector/--no-state-projector",
+            help="Fit what the states of skipped linear-attention layers are predicted from, "
+            "instead of the plan's way.",
+        ),
+    ] = None,
     corpus: Annotated[
         str | None,
         typer.Option(
@@ -114,6 +133,7 @@ def fit_command(
 ) -> None:
     """Fit and save; see HELP."""
     from kvfold.anatomy import anatomy
+    from kvfold.models import load_config
 
     only_one(preset=preset, plan=plan, times_smaller=times_smaller, bytes_per_token=bytes_per_token)
     output = output.absolute() if output.name == "" else output
@@ -121,14 +141,18 @@ def fit_command(
     own_plan = None if plan is None else read_plan(plan)
     screen = console()
     began = time.perf_counter()
-    loaded = load_model(model, dtype, device)
-    shape = anatomy(loaded[0])
+    shape = anatomy(load_config(model))
     chosen = own_plan or budget_plan(shape, times_smaller, bytes_per_token)
-    chosen = chosen or _preset(preset or "balanced", shape)
+    usual = "ced" if prefill == "skip" or state_projector else "balanced"
+    chosen = chosen or _preset(preset or usual, shape)
+    chosen = with_keys(
+        chosen, shape, prefill=prefill, replay=replay, state_projector=state_projector
+    )
     text = _Text(
         corpus, tokens, held_out_tokens, calibration_window(chosen, shape, window, gate_steps)
     )
     _describe(screen, chosen, shape, text.window)
+    loaded = load_model(model, dtype, device)
     checkpoint = output.with_name(f"{output.name}.checkpoint")
     if not resume:
         _remove(checkpoint)
@@ -139,10 +163,13 @@ def fit_command(
         screen.print(report_table(addon.report))
     else:
         screen.print("This plan has no weights, so there was nothing to fit.")
+    if "state_projector" in addon.report:
+        screen.print(scanned_heads(addon.report["state_projector"]), highlight=False)
     seconds = time.perf_counter() - began
     size = addon.parameter_bytes() / 1e6
     screen.print(f"Fitted in {seconds:.0f} s; {size:.1f} MB of weights written to {output}.")
-    screen.print(f"Next: kvfold evaluate {model} --addon {output}", highlight=False)
+    how = " --continuation 128" if chosen.prefill == "skip" else ""
+    screen.print(f"Next: kvfold evaluate {model} --addon {output}{how}", highlight=False)
 
 
 @dataclass(frozen=True)
@@ -265,6 +292,21 @@ def report_table(report: dict[str, Any]) -> Any:
         shown = ("-" if cell is None else f"{cell:.4f}" for cell in cells)
         table.add_row(layer, figures.get("method", ""), *shown)
     return table
+
+
+def scanned_heads(report: dict[str, Any]) -> str:
+    """How many heads' states are scanned over skipped tokens, layer by layer, in a line."""
+    by_count: dict[int, list[int]] = {}
+    for layer, count in report["scanned"].items():
+        by_count.setdefault(count, []).append(int(layer))
+    parts = [
+        f"{count} in layer{'s' if len(layers) > 1 else ''} {layer_ranges(layers)}"
+        for count, layers in by_count.items()
+    ]
+    return (
+        f"States over skipped tokens: of {report['heads']} heads a layer, scanned are "
+        f"{'; '.join(parts)}. The others forget them while the replay runs."
+    )
 
 
 def _caption(report: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,8 @@ from kvfold.cli.options import (
     DtypeOption,
     KeepWindowOption,
     ModelArgument,
+    PrefillOption,
+    ReplayOption,
     ResidentOption,
     console,
     load_addons,
@@ -41,12 +43,18 @@ HELP = (
 
 @dataclass(frozen=True)
 class Answer:
-    """One model's continuation, and what it took."""
+    """One model's continuation, and what it took.
+
+    skipped_tokens: of the prompt, those that did not run through all layers; replayed_tokens: its
+    last ones, that did.
+    """
 
     text: str
     new_tokens: int
     seconds: float
     cache_bytes: int
+    skipped_tokens: int = 0
+    replayed_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,16 +83,19 @@ def generate_command(
     keep_window: KeepWindowOption = None,
     anchors: AnchorsOption = None,
     resident: ResidentOption = None,
+    prefill: PrefillOption = None,
+    replay: ReplayOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Generate and show; see HELP."""
-    from kvfold.evaluation.candidates import never_folds, with_plan
+    from kvfold.evaluation.candidates import with_plan
 
     text = _prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, dtype, device)
+    changes = {"window": keep_window, "anchors": anchors, "resident": resident}
     addons = {
-        name: with_plan(found, window=keep_window, anchors=anchors, resident=resident)
+        name: with_plan(found, **changes, prefill=prefill, replay=replay)
         for name, found in load_addons(addon, loaded).items()
     }
     ids = encode_prompt(tokenizer, text, raw=raw)
@@ -98,14 +109,27 @@ def generate_command(
     screen.print(f"{ids.shape[1]} prompt tokens", style="dim", highlight=False)
     screen.print(side_by_side(answers, width=screen.width))
     for name, candidate in addons.items():
-        if never_folds(candidate, ids.shape[1] + max_new_tokens):
-            exact = candidate.plan.anchors + candidate.plan.window
-            screen.print(
-                f"{name}: nothing was folded, since it keeps {exact} tokens exact. Give a longer "
-                "prompt (--prompt-file), or keep fewer (--keep-window).",
-                style="yellow",
-                highlight=False,
-            )
+        for line in _warnings(candidate, ids.shape[1], max_new_tokens):
+            screen.print(f"{name}: {line}", style="yellow", highlight=False)
+
+
+def _warnings(addon: AddOnLike, prompt: int, new_tokens: int) -> Iterator[str]:
+    """What a prompt was too short for."""
+    from kvfold.evaluation.candidates import never_folds, skipped_tokens
+
+    plan = addon.plan
+    exact = plan.anchors + plan.window
+    if never_folds(addon, prompt + new_tokens):
+        yield (
+            f"nothing was folded, since it keeps {exact} tokens exact. Give a longer prompt "
+            "(--prompt-file), or keep fewer (--keep-window)."
+        )
+    if plan.prefill == "skip" and not skipped_tokens(plan, prompt):
+        yield (
+            f"the prompt was too short to skip anything: its last {plan.replay:,} tokens and first "
+            f"{plan.anchors} run through all layers anyway. Give a longer prompt (--prompt-file), "
+            "or replay fewer tokens (--replay)."
+        )
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -168,6 +192,7 @@ def _answer(
     import torch
 
     from kvfold.anatomy import anatomy
+    from kvfold.evaluation.candidates import skipped_tokens
     from kvfold.evaluation.speed import cache_argument, cache_maker
     from kvfold.runtime.ledger import plain_bytes
 
@@ -193,9 +218,16 @@ def _answer(
             )
         else:
             size = cache.nbytes()
-    fresh = made[0, ids.shape[1] :]
+    prompt = ids.shape[1]
+    fresh = made[0, prompt:]
+    skipped = 0 if addon is None else skipped_tokens(addon.plan, prompt)
     return Answer(
-        tokenizer.decode(fresh, skip_special_tokens=True), len(fresh), seconds, size.total
+        tokenizer.decode(fresh, skip_special_tokens=True),
+        len(fresh),
+        seconds,
+        size.total,
+        skipped,
+        addon.plan.replay if addon is not None and skipped else 0,
     )
 
 
@@ -219,6 +251,11 @@ def side_by_side(answers: Mapping[str, Answer], *, width: int) -> RenderableType
             f"{answer.new_tokens} tokens, {answer.tokens_per_second:.1f} tok/s\n"
             f"cache {readable_bytes(answer.cache_bytes)}"
         )
+        if answer.skipped_tokens:
+            footer += (
+                f"\nprompt: {answer.skipped_tokens:,} tokens skipped, "
+                f"{answer.replayed_tokens:,} replayed"
+            )
         table.add_column(name, footer=Text(footer, style="dim"), ratio=1, overflow="fold")
     table.add_row(*(Text(_printable(answer.text.strip())) for answer in answers.values()))
     return table

@@ -49,6 +49,21 @@ ResidentOption = Annotated[
     Literal["auto", "expanded", "shared", "absorbed"] | None,
     typer.Option(help="How regenerated keys and values are held, instead of the add-on's way."),
 ]
+PrefillOption = Annotated[
+    Literal["full", "skip"] | None,
+    typer.Option(
+        help="Run prompts through all layers, or let most of each skip the upper ones, instead of "
+        "the plan's way."
+    ),
+]
+ReplayOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="T",
+        help="Last tokens of a skipped prompt that run through all layers, instead of the plan's.",
+    ),
+]
 PlanOption = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="A plan of your own, YAML or JSON.")
 ]
@@ -102,6 +117,13 @@ def budget_plan(
     if times_smaller is None and bytes_per_token is None:
         return None
     return Plan.for_budget(anatomy, times_smaller=times_smaller, bytes_per_token=bytes_per_token)
+
+
+def with_keys(plan: Plan, anatomy: Anatomy, **keys: Any) -> Plan:
+    """The plan with the keys that are not None; raises `PlanError` if the model can't have it."""
+    chosen = plan.replace(**{key: value for key, value in keys.items() if value is not None})
+    chosen.check(anatomy)
+    return chosen
 
 
 def say_plans(screen: Console, model: Any, addons: Mapping[str, AddOnLike]) -> None:

@@ -35,6 +35,16 @@ def never_folds(addon: AddOnLike, tokens: int) -> bool:
     return tokens <= addon.plan.anchors + addon.plan.window
 
 
+def skipped_tokens(plan: Plan, tokens: int) -> int:
+    """How many of a prompt's tokens run through the layers below the split only.
+
+    The last `replay` and the anchors run through all; 0 for a prompt that has no others.
+    """
+    if plan.prefill != "skip":
+        return 0
+    return max(0, tokens - plan.replay - plan.anchors)
+
+
 def with_plan(addon: AddOnLike, **changes: Any) -> AddOnLike:
     """The same weights with some keys of the plan changed (anchors, window, resident, ...).
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich import box
 from rich.table import Table
 
 from kvfold.errors import ReportError
 from kvfold.evaluation.environment import environment
+from kvfold.evaluation.memory import Memory
 from kvfold.evaluation.plot import Point, quality_plot
 from kvfold.evaluation.runner import Evaluation, Result
+from kvfold.evaluation.speed import Speed
 from kvfold.runtime.ledger import COMPONENTS
 
 PEAK_CAPTION = (
@@ -26,6 +28,33 @@ PEAK_CAPTION = (
     "tokens and the steps after it, in the dtype that it ran in"
 )
 PLOT_FORMATS = ("png", "svg", "pdf")
+
+
+class Measured(Protocol):
+    """One candidate, as far as tables of bytes show it."""
+
+    @property
+    def name(self) -> str:
+        """What its rows are called."""
+
+    @property
+    def memory(self) -> tuple[Memory, ...]:
+        """Its bytes, by length."""
+
+    @property
+    def speed(self) -> Speed | None:
+        """Its speed, with the peak of its memory, if that was measured."""
+
+
+class Measurement(Protocol):
+    """Whatever was measured of the plain model and then of candidates."""
+
+    @property
+    def results(self) -> Sequence[Measured]:
+        """The plain model's first."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain data."""
 
 
 def readable_bytes(count: float) -> str:
@@ -43,7 +72,7 @@ def quality_table(evaluation: Evaluation) -> Table:
     timed = evaluation.results[0].speed is not None
     sizes = evaluation.results[0].memory
     at = f"; bytes at {sizes[spot].tokens:,} tokens" if sizes else ""
-    table = _table(caption=f"history: {evaluation.history}{at}; {evaluation.convention}")
+    table = bare_table(caption=f"history: {evaluation.history}{at}; {evaluation.convention}")
     table.add_column("", overflow="fold", min_width=14, max_width=24)
     for heading in ("PPL", "KL", "top-1", "top-5", "recovery"):
         table.add_column(heading, justify="right")
@@ -77,10 +106,10 @@ def _rate(tokens_per_second: float) -> str:
     return f"{tokens_per_second:,.0f}" if tokens_per_second >= 99.95 else f"{tokens_per_second:.1f}"
 
 
-def memory_table(evaluation: Evaluation) -> Table:
+def memory_table(evaluation: Measurement) -> Table:
     """Bytes stored and in memory for every candidate and length, in bfloat16."""
     timed = evaluation.results[0].speed
-    table = _table(
+    table = bare_table(
         caption="bytes of one row in bfloat16; stored: what has to be kept or written down; in "
         "memory: what is resident while it runs; bits a value: of the attention cache, for each "
         "key or value that the plain cache holds; add-on: its weights, in no other column"
@@ -117,16 +146,16 @@ def memory_table(evaluation: Evaluation) -> Table:
     return table
 
 
-def _peak_cells(result: Result, *, shown: bool) -> list[str]:
+def _peak_cells(result: Measured, *, shown: bool) -> list[str]:
     if result.speed is None:
         return []
     peak = result.speed.peak_bytes
     return ["-" if peak is None else readable_bytes(peak)] if shown else [""]
 
 
-def component_table(evaluation: Evaluation) -> Table:
+def component_table(evaluation: Measurement) -> Table:
     """Stored bytes part by part; parts that no candidate has are left out."""
-    table = _table(
+    table = bare_table(
         caption="stored bytes of one row in bfloat16 (k, M, G: 1,000 each); anchors and window: "
         "exact tokens; slots, scales: folded history; pending: slots of tokens in the window, "
         "tokens of an unfinished group; plain: layers that are not folded; recurrent: states of "
@@ -159,7 +188,8 @@ def _short_bytes(count: int) -> str:
     return readable_bytes(count).removesuffix("B").replace(" ", "") if count else "-"
 
 
-def _table(caption: str, *, padding: int = 1) -> Table:
+def bare_table(caption: str, *, padding: int = 1) -> Table:
+    """An empty table in the manner of all others here."""
     return Table(
         box=box.SIMPLE_HEAD,
         padding=(0, padding),
@@ -172,7 +202,7 @@ def _table(caption: str, *, padding: int = 1) -> Table:
     )
 
 
-def report_data(evaluation: Evaluation, config: Mapping[str, Any]) -> dict[str, Any]:
+def report_data(evaluation: Measurement, config: Mapping[str, Any]) -> dict[str, Any]:
     """Everything a reader needs to make the figures again; config: what the caller chose."""
     return {**environment(), "config": dict(config), **evaluation.to_dict()}
 

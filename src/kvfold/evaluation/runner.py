@@ -24,7 +24,7 @@ from kvfold.evaluation.perplexity import CONVENTION, Perplexity
 from kvfold.evaluation.recovery import history_recovery, without_history
 from kvfold.evaluation.speed import Speed, SpeedSettings, measure_speed
 from kvfold.plan import Plan
-from kvfold.runtime.attach import AddOnLike, attach
+from kvfold.runtime.attach import AddOnLike, Attachment, attach
 from kvfold.runtime.logits import plain_hidden_states
 
 PLAIN = "no compression"
@@ -102,7 +102,8 @@ def evaluate(
     given. on_progress is told what is being measured next. Raises `EvaluationError` where a figure
     is not finite, naming the candidate, and `AddOnError` for an add-on of another model.
     """
-    _check(candidates, tokens, lengths)
+    check_names(candidates, lengths)
+    _check_tokens(tokens)
     tell = on_progress or (lambda _: None)
     seen = anatomy(model)
     for addon in candidates.values():
@@ -122,7 +123,7 @@ def evaluate(
                 name=name,
                 plan=addon.plan.to_dict(),
                 quality=_with_recovery(quality, yardstick, base),
-                memory=memory_at(_as_picked(addon.plan, resident), seen, lengths),
+                memory=memory_at(as_picked(addon.plan, resident), seen, lengths),
                 resident=resident,
             )
         )
@@ -154,9 +155,8 @@ class Scorer:
     ) -> tuple[Quality, dict[str, int]]:
         """Quality with the add-on attached, and how many layers are resident in which way."""
         with attach(self.model, addon) as attachment:
-            ways = list(attachment.resident.values())
             hidden = [attachment.hidden_states(ids, history=history).cpu() for ids in self.batches]
-        return self.score(name, hidden), {way: ways.count(way) for way in sorted(set(ways))}
+        return self.score(name, hidden), layers_by_residency(attachment)
 
     def score(self, name: str, hidden: list[Tensor]) -> Quality:
         """Every measure over all batches; raises `EvaluationError` if one is not finite."""
@@ -181,12 +181,16 @@ class Scorer:
         return Quality(**figures)
 
 
-def _check(candidates: Mapping[str, AddOnLike], tokens: Tensor, lengths: tuple[int, ...]) -> None:
+def _check_tokens(tokens: Tensor) -> None:
     if tokens.dim() != 2 or tokens.shape[0] == 0 or tokens.shape[1] < 2:
         raise EvaluationError(
             "tokens must be (windows, window) with at least one window of two tokens; got shape "
             f"{tuple(tokens.shape)}"
         )
+
+
+def check_names(candidates: Mapping[str, AddOnLike], lengths: tuple[int, ...]) -> None:
+    """Raise `EvaluationError` if a candidate is called as the plain model is, or a length is 0."""
     if PLAIN in candidates:
         raise EvaluationError(
             f"the name {PLAIN!r} belongs to the plain model; give the candidate another"
@@ -195,7 +199,13 @@ def _check(candidates: Mapping[str, AddOnLike], tokens: Tensor, lengths: tuple[i
         raise EvaluationError(f"lengths must be at least 1 token; got {list(lengths)}")
 
 
-def _as_picked(plan: Plan, resident: Mapping[str, int]) -> Plan:
+def layers_by_residency(attachment: Attachment) -> dict[str, int]:
+    """How many layers are held in each way, as picked on attaching."""
+    ways = list(attachment.resident.values())
+    return {way: ways.count(way) for way in sorted(set(ways))}
+
+
+def as_picked(plan: Plan, resident: Mapping[str, int]) -> Plan:
     """The plan with what `auto` picked for want of memory, which a prediction can't know."""
     return plan.replace(resident="shared") if set(resident) == {"shared"} else plan
 

@@ -145,6 +145,7 @@ class Document:
         self._home = {name: self.random.choice(PLACES) for name in self._cast}
         self._work = {name: self.random.choice(JOBS) for name in self._cast}
         self._tool = {name: self.random.choice(GOODS) for name in self._cast}
+        self._things = self.random.sample(THINGS, self.random.choice((1, 2, 4, 6)))
 
     def __len__(self) -> int:
         return len(self.words)
@@ -191,7 +192,7 @@ class Document:
 
     def event(self) -> bool:
         """A thing takes a colour that it has not had; False if there is none left."""
-        thing = self.random.choice(THINGS)
+        thing = self.random.choice(self._things)
         had = self._facts.get(("event", thing))
         left = [c for c in COLOURS if had is None or c not in had.values]
         if not left:
