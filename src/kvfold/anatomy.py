@@ -1,8 +1,8 @@
 """What kvfold has to know of a model's layers, read from its configuration.
 
-This is the only file that names architectures. Everything else asks an `Anatomy` which layers
-there are and how wide they are, and a `Family` how one attention module makes its queries, keys
-and values. A new model family is one entry in `FAMILIES`.
+This is the only file that names architectures, and longer than the others for it. Everything else
+asks an `Anatomy` which layers there are and how wide they are, and a `Family` how one attention
+module makes its queries, keys and values. A new model family is one entry in `FAMILIES`.
 
 All families here share one rotary convention: the first `rotary_dim` values of a head are rotated
 in halves, `rotate(x) = x * cos + [-x_2, x_1] * sin`, and the rest pass through.

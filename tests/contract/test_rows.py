@@ -9,10 +9,13 @@ import torch
 
 from kvfold.errors import AttachError
 
+PAD = 5
+"""Not the models' own, whose embedding is zero: an unmasked pad would not show."""
+
 
 def _padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     longest = max(row.shape[1] for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    ids = torch.full((len(rows), longest), PAD)
     mask = torch.zeros_like(ids)
     for index, row in enumerate(rows):
         ids[index, longest - row.shape[1] :] = row[0]

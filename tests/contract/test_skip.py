@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvfold.anatomy import text_decoder
-from kvfold.errors import AttachError, PlanError
+from kvfold.errors import AttachError, CacheError, PlanError
 from kvfold.plan import Plan
 from kvfold.runtime.attach import attach
 from kvfold.runtime.ledger import predict_bytes
@@ -27,9 +27,13 @@ def _case(case: Any, arch: str, method: str, **keys: Any) -> Any:
     return case(arch, method, prefill="skip", replay=REPLAY, state_projector=projector, **keys)
 
 
+PAD = 5
+"""Not the models' own, whose embedding is zero: an unmasked pad would not show."""
+
+
 def _padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     longest = max(row.shape[1] for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    ids = torch.full((len(rows), longest), PAD)
     mask = torch.zeros_like(ids)
     for index, row in enumerate(rows):
         ids[index, longest - row.shape[1] :] = row[0]
@@ -124,6 +128,53 @@ def _check_padded_rows(made: Any, helpers: Any) -> None:
             for ours, theirs in zip(together, single, strict=True):
                 helpers.assert_same(ours[row], theirs[0], helpers.tolerance(flipped))
             assert cache.seen_tokens[row] == alone.seen_tokens[0]
+
+
+@pytest.mark.parametrize("method", ["ced", "ced+pool", "ced-csa2+k8v4"])
+def test_rows_that_end_alike_but_skip_differently(
+    case: Any, helpers: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Equal tokens seen and equal columns, once in the replay and once in a chunk below it."""
+    import kvfold.runtime.forward as forward
+
+    made = _case(case, "llama", method)
+    monkeypatch.setattr(forward, "PREFILL_CHUNK", 13)
+    for turns in (((5, 20), (13, 12)), ((1, 40), (14, 27)), ((14, 27), (1, 40))):
+        rows = [[helpers.tokens(n, seed=7 * n) for n in row] for row in turns]
+        with made.attach() as attachment:
+            cache = attachment.new_cache()
+            mask = torch.zeros(2, 0, dtype=torch.long)
+            for turn in range(2):
+                ids, added = _padded([row[turn] for row in rows])
+                mask = torch.cat([mask, added], dim=1)
+                together = helpers.last(made.model, ids, cache, mask)
+            for index, row in enumerate(rows):
+                alone = attachment.new_cache()
+                for part in row:
+                    single = helpers.last(made.model, part, alone)
+                helpers.assert_same(together[index], single[0])
+
+
+@pytest.mark.parametrize("projector", [False, True])
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_rows_go_on_that_lack_different_numbers_of_anchors(
+    case: Any, helpers: Any, arch: str, projector: bool
+) -> None:
+    """First turns shorter than the anchors: no pad may enter a recurrent state afterwards."""
+    made = _case(case, arch, "ced", projector=projector)
+    first = [helpers.tokens(n, seed=n) for n in (2, 3, 5, 1)]
+    second = [helpers.tokens(30, seed=40 + n) for n in range(4)]
+    with made.attach() as attachment:
+        cache = attachment.new_cache()
+        ids, mask = _padded(first)
+        helpers.last(made.model, ids, cache, mask)
+        mask = torch.cat([mask, torch.ones(4, 30, dtype=torch.long)], dim=1)
+        together = helpers.last(made.model, torch.cat(second), cache, mask)
+        for row in range(4):
+            alone = attachment.new_cache()
+            helpers.last(made.model, first[row], alone)
+            single = helpers.last(made.model, second[row], alone)
+            helpers.assert_same(together[row], single[0])
 
 
 @pytest.mark.skipping
@@ -344,6 +395,63 @@ def test_a_failed_prompt_is_not_gone_on_with(case: Any, helpers: Any) -> None:
             helpers.last(made.model, helpers.tokens(4), cache)
 
 
+def test_a_prompt_that_fails_between_passes_is_not_gone_on_with(case: Any, helpers: Any) -> None:
+    """Lower layers have seen tokens by then that upper ones have not."""
+    made = _case(case, "qwen3_5", "ced")
+    with made.attach() as attachment:
+        cache, states = attachment.new_cache(), attachment.skipped_states
+        states.advance = lambda *_: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            helpers.last(made.model, helpers.tokens(40), cache)
+        del states.advance
+        with pytest.raises(CacheError, match="failed half-way"):
+            helpers.last(made.model, helpers.tokens(4), cache)
+        cache.reset()
+        assert torch.isfinite(helpers.last(made.model, helpers.tokens(40), cache)).all()
+
+
+def test_wrong_positions_are_refused_before_anything_has_run(
+    case: Any, helpers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only a later chunk would come to them."""
+    import kvfold.runtime.forward as forward
+
+    monkeypatch.setattr(forward, "PREFILL_CHUNK", 16)
+    made = _case(case, "llama", "ced")
+    ids, positions = helpers.tokens(40), torch.arange(40)[None].clone()
+    positions[:, 20:] += 1
+    for prefill in ("skip", "full"):
+        with made.attach(prefill=prefill) as attachment, torch.no_grad():
+            cache = attachment.new_cache()
+            named = helpers.cache_argument(cache)
+            with pytest.raises(AttachError, match="position_ids"):
+                made.model(ids, position_ids=positions, logits_to_keep=1, **named)
+            assert cache.seen_tokens == []
+
+
+def test_states_that_are_not_finite_are_refused(case: Any, helpers: Any) -> None:
+    """A damaged state projector shows where it is used."""
+    made = _case(case, "qwen3_5", "ced")
+    weight = made.addon.state_projector.maps["4"].weight
+    weight.data[0, 0] = torch.nan
+    with (
+        made.attach() as attachment,
+        pytest.raises(CacheError, match="state projector predicts"),
+    ):
+        helpers.last(made.model, helpers.tokens(40), attachment.new_cache())
+
+
+def test_pads_of_hybrids_are_not_run_in_single_columns(case: Any, helpers: Any) -> None:
+    """transformers masks recurrent layers only where more than one column runs."""
+    made = case("qwen3_5", "latent", window=1)
+    ids, mask = _padded([helpers.tokens(3), helpers.tokens(9)])
+    with (
+        made.attach() as attachment,
+        pytest.raises(AttachError, match="window of at least 2"),
+    ):
+        helpers.run(made.model, ids, attachment.new_cache(), mask)
+
+
 @pytest.mark.skipping
 @pytest.mark.parametrize("arch", ["llama", "qwen3_5"])
 def test_detach_leaves_the_model_as_it_was(case: Any, helpers: Any, arch: str, method: str) -> None:
@@ -365,6 +473,7 @@ CED = {"method": "ced", "split": 3, "layers": [3, 4, 5]}
     ("keys", "match"),
     [
         ({"depth": [{"method": "latent", "rank": 4, "layers": [3, 4, 5]}]}, "hidden state"),
+        ({"depth": [{**CED, "split": 0, "layers": list(range(6))}]}, "split of at least 1"),
         ({"depth": [{**CED, "layers": [3, 4]}]}, r"layers \[5\] have another or none"),
         ({"depth": [CED], "replay": 7}, "replay must be at least the window's 8"),
         (

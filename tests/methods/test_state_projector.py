@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -33,8 +35,7 @@ def test_maps_start_at_zero_and_are_named_by_their_layer():
     made = projector()
     assert all(not parameter.any() for parameter in made.parameters())
     names = set(made.state_dict())
-    assert {f"maps.{layer}.{part}" for layer in LAYERS for part in ("weight", "bias")} < names
-    assert {f"kept_{layer}" for layer in LAYERS} < names
+    assert {f"maps.{layer}.{part}" for layer in LAYERS for part in ("weight", "bias")} == names
 
 
 def test_the_map_reads_the_normalised_hidden_state():
@@ -72,8 +73,7 @@ def test_before_anything_is_measured_every_head_is_chosen():
 
 def test_heads_are_chosen_by_the_share_scaled_to_the_replay():
     made = projector()
-    kept = torch.tensor([0.5, 0.02, 2e-3, 1e-12])
-    made.set_kept(256, dict.fromkeys(LAYERS, kept))
+    made.set_kept(256, dict.fromkeys(LAYERS, (0.5, 0.02, 2e-3, 1e-12)))
     assert made.chosen_heads(5, replay=256) == (0, 1, 2)
     assert made.chosen_heads(5, replay=512) == (0,)  # 0.02 ** 2 is 4e-4
     assert made.chosen_heads(5, replay=64) == (0, 1, 2)  # 1e-12 ** 0.25 is 1e-3, not above
@@ -87,21 +87,31 @@ def test_the_default_threshold_is_below_the_rounding_of_bfloat16():
     assert rounding > KEPT_SHARE
 
 
-def test_what_was_measured_is_saved_with_the_maps():
-    made = projector(seed=0)
-    kept = {layer: torch.rand(4) for layer in LAYERS}
-    made.set_kept(192, kept)
-    again = projector()
-    again.load_state_dict(made.state_dict())
-    assert int(again.measured_replay) == 192
-    for layer in LAYERS:
-        assert torch.equal(again.kept(layer), kept[layer])
-
-
-def test_changing_the_dtype_keeps_the_replay_an_exact_number():
+def test_a_change_of_dtype_leaves_what_was_measured():
     made = projector()
-    made.set_kept(1023, {layer: torch.ones(4) for layer in LAYERS})
-    assert int(made.to(torch.bfloat16).measured_replay) == 1023
+    made.set_kept(1023, dict.fromkeys(LAYERS, (1e-30, 1 / 3, 0.0, 1.0)))
+    made.to(torch.float16)
+    assert (made.measured_replay, made.kept[4]) == (1023, (1e-30, 1 / 3, 0.0, 1.0))
+    assert made.chosen_heads(4, replay=64) == (0, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("replay", "shares"),
+    [
+        (0, (1.0,) * 4),
+        (-5, (1.0,) * 4),
+        (2.5, (1.0,) * 4),
+        (8, (1.0,) * 3),
+        (8, (1.0, 1.0, 1.0, 1.5)),
+        (8, (1.0, 1.0, 1.0, -0.1)),
+        (8, (1.0, 1.0, 1.0, math.nan)),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(replay, shares):
+    made = projector()
+    with pytest.raises(ValueError, match="share from 0 to 1 for each of 4 heads"):
+        made.set_kept(replay, dict.fromkeys(LAYERS, shares))
+    assert made.measured_replay == 1
 
 
 def test_problems_share_their_features_and_aim_at_the_layers_inputs():

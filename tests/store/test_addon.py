@@ -199,11 +199,32 @@ def test_a_state_projector_is_saved_with_what_was_measured(tiny_model, tmp_path,
     assert {f"maps.{n}.weight" for n in (2, 4, 5, 6)} < set(ours)
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]) and tensor.dtype == theirs[name].dtype
-    assert int(read.state_projector.measured_replay) == 8
+    assert read.state_projector.measured_replay == 8
+    assert read.state_projector.kept == made.state_projector.kept
     assert read.report == made.report
     assert read.parameter_bytes() == made.parameter_bytes()
     with attach(hybrid, read), torch.no_grad():
         assert torch.isfinite(hybrid(tokens[:1], logits_to_keep=1).logits).all()
+
+
+@pytest.mark.parametrize(
+    "states_kept",
+    [
+        None,
+        [],
+        {"replay": 8},
+        {"replay": 0, "kept": {str(n): [1.0] * 4 for n in (2, 4, 5, 6)}},
+        {"replay": 8, "kept": {str(n): [1.0] * 3 for n in (2, 4, 5, 6)}},
+        {"replay": 8, "kept": {str(n): [2.0] * 4 for n in (2, 4, 5, 6)}},
+        {"replay": 8, "kept": {str(n): ["much"] * 4 for n in (2, 4, 5, 6)}},
+        {"replay": 8, "kept": {str(n): [1.0] * 4 for n in (2, 4, 5)}},
+    ],
+)
+def test_decay_that_was_not_measured_is_refused(tiny_model, tmp_path, states_kept):
+    AddOn.untrained(tiny_model("qwen3_5"), HYBRID_PLAN).save_pretrained(tmp_path / "addon")
+    _redigest(tmp_path / "addon", states_kept=states_kept)
+    with pytest.raises(AddOnError, match="states_kept is not as kvfold writes it"):
+        AddOn.from_pretrained(tmp_path / "addon")
 
 
 @pytest.mark.parametrize("name", [WEIGHTS_FILE, DESCRIPTION_FILE])

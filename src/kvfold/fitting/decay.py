@@ -127,7 +127,7 @@ def set_kept(
         return {}
     replay = min(plan.replay, tokens.shape[1])
     decay = measure_decay(model, tokens[:KEPT_WINDOWS], (replay,))
-    kept = {layer.layer: torch.tensor(layer.kept[replay]) for layer in decay.layers}
+    kept = {layer.layer: layer.kept[replay] for layer in decay.layers}
     projector.set_kept(replay, {layer: kept[layer] for layer in projector.layers})
     chosen = {
         str(layer): len(projector.chosen_heads(layer, plan.replay)) for layer in projector.layers

@@ -17,7 +17,7 @@ tokens have run, and where that is next to nothing the head need not be scanned 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,9 @@ class StateProjector(nn.Module):
     """The map W_l, c_l of each upper linear-attention layer.
 
     split: s. layers: the linear-attention layers served. hidden_size: of H_s and of each x_l.
-    v_heads: states of each layer. Maps start at zero. Until `set_kept` is told what was measured,
-    all heads count as keeping all.
+    v_heads: states of each layer. Maps start at zero. measured_replay, kept: the share of a state
+    that was left after so many tokens, by layer and head; until something is measured, all.
     """
-
-    measured_replay: Tensor
 
     def __init__(self, split: int, layers: tuple[int, ...], hidden_size: int, v_heads: int) -> None:
         super().__init__()
@@ -56,8 +54,8 @@ class StateProjector(nn.Module):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
             self.maps[str(layer)] = linear
-            self.register_buffer(f"kept_{layer}", torch.ones(v_heads))
-        self.register_buffer("measured_replay", torch.ones((), dtype=torch.int64))
+        self.measured_replay = 1
+        self.kept: dict[int, tuple[float, ...]] = dict.fromkeys(layers, (1.0,) * v_heads)
 
     def features(self, activations: Activations) -> Tensor:
         """What the maps read: `rms_normalize(H_s)`, (batch, seq, hidden)."""
@@ -80,16 +78,20 @@ class StateProjector(nn.Module):
         wide = rows.to(work)
         return AffineMap((wide @ weight).to(rows.dtype), (wide @ bias).to(rows.dtype))
 
-    def kept(self, layer: int) -> Tensor:
-        """The share of a state left after `measured_replay` tokens, of each head: (v_heads,)."""
-        return self.get_buffer(f"kept_{layer}")
+    def set_kept(self, replay: int, kept: Mapping[int, Sequence[float]]) -> None:
+        """Take what was measured: per layer and head, the share left after `replay` tokens.
 
-    @torch.no_grad()
-    def set_kept(self, replay: int, kept: Mapping[int, Tensor]) -> None:
-        """Take what was measured: per layer (v_heads,), the share left after `replay` tokens."""
-        self.measured_replay.fill_(replay)
-        for layer in self.layers:
-            self.kept(layer).copy_(kept[layer])
+        Raises `ValueError` unless there is a share from 0 to 1 for every head, and a token.
+        """
+        shares = {layer: tuple(float(share) for share in kept[layer]) for layer in self.layers}
+        lengths = {len(own) for own in shares.values()}
+        inside = all(0 <= share <= 1 for own in shares.values() for share in own)
+        if not isinstance(replay, int) or replay < 1 or lengths != {self.v_heads} or not inside:
+            raise ValueError(
+                f"there must be a share from 0 to 1 for each of {self.v_heads} heads after at "
+                f"least 1 token; got {shares} after {replay}"
+            )
+        self.measured_replay, self.kept = replay, shares
 
     def chosen_heads(
         self, layer: int, replay: int, threshold: float = KEPT_SHARE
@@ -97,11 +99,12 @@ class StateProjector(nn.Module):
         """The value heads whose states matter after `replay` more tokens.
 
         Their share `kept ** (replay / measured_replay)` is above the threshold: decay is taken to
-        go on at the pace that was measured.
+        go on at the pace that was measured. Shares are means over positions, so for a longer
+        replay than was measured this is too low rather than too high.
         """
-        pace = replay / int(self.measured_replay)
-        shares = self.kept(layer).double().pow(pace).tolist()
-        return tuple(head for head, share in enumerate(shares) if share > threshold)
+        pace = replay / self.measured_replay
+        shares = self.kept[layer]
+        return tuple(head for head, share in enumerate(shares) if share**pace > threshold)
 
     def problems(self) -> tuple[Problem, ...]:
         """Each map regresses its layer's input on the features."""

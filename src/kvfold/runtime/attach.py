@@ -7,7 +7,6 @@ transformers itself is touched, and `detach` leaves the model as it was.
 
 from __future__ import annotations
 
-import inspect
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, get_args
 from weakref import WeakKeyDictionary
@@ -29,13 +28,13 @@ from kvfold.anatomy import (
 from kvfold.errors import AttachError, PlanError
 from kvfold.methods import Activations, Pipeline, Source, StateProjector, rebuilt_pipelines
 from kvfold.plan import Plan
-from kvfold.runtime.attention import attend
 from kvfold.runtime.cache import FoldedCache, Running
 from kvfold.runtime.forward import DecoderForward
-from kvfold.runtime.layer import FoldedAttention, NewTokens, Rotation, SlotPlaces, StoredSlots
+from kvfold.runtime.layer import FoldedAttention, Rotation, SlotPlaces, StoredSlots
 from kvfold.runtime.linear_states import SkippedStates
 from kvfold.runtime.reading import choose_readings, free_memory
 from kvfold.runtime.schedule import Schedule, Step
+from kvfold.runtime.stand_ins import attention_forward, last_logits_forward, layer_forward
 
 
 class AddOnLike(Protocol):
@@ -61,10 +60,10 @@ def attach(
 ) -> Attachment:
     """Fold a model's cache with an add-on until `detach`, or until the `with` block ends.
 
-    plan: run the same weights under other anchors, window, bits, prefill or resident settings
-    than the add-on's own plan. prompt_logits: what to do under `prefill: skip` with a call that
-    asks for more than the last token's logits of a prompt, which do not exist there: `refuse` it,
-    or run that call through all layers (`full`).
+    plan: run the same weights under other anchors, window, bits, prefill_attention, prefill,
+    replay, state_projector or resident than the add-on's own plan. prompt_logits: what to do under
+    `prefill: skip` with a call that asks for more than the last token's logits of a prompt, which
+    do not exist there: `refuse` it, or run that call through all layers (`full`).
 
     Raises `AddOnError` for another base model, `AttachError` if something is attached already or
     dtypes or devices differ, `PlanError` if the window is too short or the reading impossible,
@@ -92,6 +91,7 @@ class Attachment:
         self.plan = plan
         self.prompt_logits = prompt_logits
         self.split = plan.split if plan.prefill == "skip" else None
+        # Set by the model's forward for its decoder, which is never told which logits are wanted.
         self.wants_last_only = False
         self.anatomy: Anatomy = anatomy(model)
         self.decoder: Any = text_decoder(model)
@@ -175,12 +175,12 @@ class Attachment:
         setattr(forward, ATTACHMENT_MARK, self)
         self._replace(self.decoder, forward)
         for fold in self.folds:
-            self._replace(fold.module, _attention_forward(self, fold))
+            self._replace(fold.module, attention_forward(self, fold))
         if self.split is not None:
             for index, layer in enumerate(self.decoder.layers):
-                self._replace(layer, _layer_forward(self, index, layer.forward))
+                self._replace(layer, layer_forward(self, index, layer.forward))
             if self.model is not self.decoder:
-                self._replace(self.model, _last_logits_forward(self, self.model.forward))
+                self._replace(self.model, last_logits_forward(self, self.model.forward))
         splits = {source.layer for source in self._fed_by if source.kind == "hidden"}
         for split in sorted(splits):
             hook = self._publish_hidden(split)
@@ -343,78 +343,3 @@ class Attachment:
         trace: TracebackType | None,
     ) -> None:
         self.detach()
-
-
-def _attention_forward(attachment: Attachment, fold: FoldedAttention) -> Any:
-    """The forward that stands in for a folded layer's attention module."""
-    own = {kind: Source(kind, fold.index) for kind in ("inputs", "keys", "values")}
-    wanted = {kind for kind, source in own.items() if attachment.is_wanted(source)}
-
-    def forward(
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        assert position_embeddings is not None
-        made = fold.family.project(fold.module, hidden_states)
-        found = {"inputs": hidden_states} if "inputs" in wanted else {}
-        found |= {
-            kind: _flat(part)
-            for kind, part in (("keys", made.keys), ("values", made.values))
-            if kind in wanted
-        }
-        attachment.publish({own[kind]: part for kind, part in found.items()})
-        cache = attachment.cache
-        assert cache is not None
-        rotation = attachment.own_rotation(position_embeddings)
-        new = NewTokens(
-            fold.finish_queries(made.queries, rotation),
-            fold.finish_keys(made.keys, rotation),
-            made.values,
-        )
-        layer, step = cache.folded_layer(fold.index), cache.step_of(fold.pipeline)
-        store = cache.stores.get(id(fold.pipeline))
-        layer.prepare(new.keys, new.values)
-        if cache.expands_in_attention(fold):
-            cache.expand(layer, attachment.rotary_at)
-        mixed = attend(fold, layer, store, step, new, attachment.rotary_at)
-        mixed = mixed.transpose(1, 2).flatten(2)
-        if made.gate is not None:
-            mixed = mixed * torch.sigmoid(made.gate)
-        return fold.module.o_proj(mixed), None
-
-    forward.__signature__ = inspect.signature(fold.module.forward)  # type: ignore[attr-defined]
-    return forward
-
-
-def _layer_forward(attachment: Attachment, index: int, own: Any) -> Any:
-    """A decoder layer's forward that hands its input on in passes that leave the layer out."""
-
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return own(hidden_states, *args, **kwargs) if attachment.runs(index) else hidden_states
-
-    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
-    return forward
-
-
-def _last_logits_forward(attachment: Attachment, own: Any) -> Any:
-    """The model's forward, noting whether the caller wants no logits but the last token's."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        asked = inspect.signature(own).bind_partial(*args, **kwargs).arguments
-        keep = asked.get("logits_to_keep")
-        only_last = isinstance(keep, int) and keep == 1 and asked.get("labels") is None
-        attachment.wants_last_only = only_last
-        try:
-            return own(*args, **kwargs)
-        finally:
-            attachment.wants_last_only = False
-
-    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
-    return forward
-
-
-def _flat(x: Tensor) -> Tensor:
-    """(batch, kv_heads, seq, head_dim) to (batch, seq, kv_heads * head_dim)."""
-    return x.transpose(1, 2).flatten(2)

@@ -81,6 +81,7 @@ class FoldedCache(Cache):
         self.rows: list[int] = []
         self.steps: StepsByKey = {}
         self.running: Running | None = None
+        self.half_way = False
         self._unchecked: list[tuple[Pipeline, Tensor]] = []
         self.stores: dict[int, CodeStore] = {}
         self.folded = frozenset(fold.index for fold in folds)
@@ -113,13 +114,16 @@ class FoldedCache(Cache):
         assert isinstance(layer, FoldedLayer)
         return layer
 
-    def begin(self, running: Running) -> None:
-        """Open a pass; refused if an earlier one was never committed."""
-        if self.running is not None:
+    def require_whole(self) -> None:
+        """Raise `CacheError` if an earlier forward never came to its end."""
+        if self.running is not None or self.half_way:
             raise CacheError(
                 "an earlier forward with this cache failed half-way, so its contents can't be "
                 "trusted; start again with a new cache"
             )
+
+    def begin(self, running: Running) -> None:
+        """Open a pass."""
         self.running, self.steps = running, running.steps
         self.recorded = {} if running.record else None
         self._unchecked = []
@@ -275,7 +279,7 @@ class FoldedCache(Cache):
         for store in self.stores.values():
             store.reset()
         self.columns, self.padded_columns, self.rows = 0, 0, []
-        self.running, self.steps = None, {}
+        self.running, self.steps, self.half_way = None, {}, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: a negative number of them, or the length to keep.

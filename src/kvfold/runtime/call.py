@@ -22,7 +22,6 @@ class DecoderCall:
     inputs: dict[str, Tensor | None]
     cache: FoldedCache
     attention_mask: Tensor | None
-    position_ids: Tensor | None
     tokens: Tensor
 
     @property

@@ -53,10 +53,14 @@ class DecoderForward:
         batch, columns = int(shape[0]), int(shape[1])
         if columns == 0:
             raise AttachError("there must be at least one new token in each row; got none")
+        cache.require_whole()
         tokens = _tokens(attention_mask, batch, columns, cache)
         self._refuse_inner_pads(tokens, cache)
-        call = DecoderCall(kwargs, inputs, cache, attention_mask, position_ids, tokens)
+        _check_positions(position_ids, tokens, cache)
+        call = DecoderCall(kwargs, inputs, cache, attention_mask, tokens)
         chunks = self._chunks(columns, cache, record)
+        if len(chunks) == columns > 1:
+            self._refuse_pads_in_single_columns(tokens)
         with torch.no_grad():
             if self._skips(call, record):
                 outputs = [SkippedPrefill(self.attachment, self, call).run(chunks)]
@@ -70,24 +74,26 @@ class DecoderForward:
         if attachment.split is None or int(call.tokens.sum(1).max()) <= attachment.plan.replay:
             return False
         if attachment.wants_last_only and not record:
-            self._refuse_hidden_states(call.kwargs)
+            self._refuse_outputs_of_layers(call.kwargs)
             return True
         if attachment.prompt_logits == "refuse":
             raise AttachError(
                 "under prefill: skip a prompt has logits (and hidden states) for its last token "
-                f"only, and this call with more than replay={attachment.plan.replay} new tokens in "
-                "a row asks for all; pass logits_to_keep=1 (generate does), or attach with "
-                "prompt_logits='full' to run such calls through all layers"
+                f"only; this call brings more than replay={attachment.plan.replay} new tokens to a "
+                "row and wants more than that; ask a causal model with logits_to_keep=1, as "
+                "generate does, or attach with prompt_logits='full' to run such calls through all "
+                "layers"
             )
         return False
 
-    def _refuse_hidden_states(self, kwargs: dict[str, Any]) -> None:
+    def _refuse_outputs_of_layers(self, kwargs: dict[str, Any]) -> None:
         config = self.attachment.decoder.config
-        if kwargs.get("output_hidden_states") or getattr(config, "output_hidden_states", False):
-            raise AttachError(
-                "output_hidden_states can't be had of a skipped prompt, most of whose tokens run "
-                "through the lower layers only; attach with prefill: full"
-            )
+        for name in ("output_hidden_states", "output_router_logits"):
+            if kwargs.get(name) or getattr(config, name, False):
+                raise AttachError(
+                    f"{name} can't be had of a skipped prompt, most of whose tokens run through "
+                    "the lower layers only; attach with prefill: full"
+                )
 
     def _full(self, call: DecoderCall, start: int, stop: int, record: bool) -> Any:
         """One chunk through all layers."""
@@ -112,9 +118,6 @@ class DecoderForward:
         keep: where to put the activations that came up.
         """
         assert running.tokens is not None
-        given = call.position_ids
-        positions = None if given is None else given[..., start:stop]
-        _check_positions(positions, running.tokens)
         mask = call.attention_mask
         if mask is not None:
             mask = mask[:, : mask.shape[1] - call.columns + stop]
@@ -223,6 +226,15 @@ class DecoderForward:
             plain.reset = made.reset  # type: ignore[method-assign]
         return adopted.get(plain, plain)
 
+    def _refuse_pads_in_single_columns(self, tokens: Tensor) -> None:
+        """transformers gives no mask to recurrent layers where one column runs by itself."""
+        if self.attachment.anatomy.is_hybrid and not bool(tokens.all()):
+            raise AttachError(
+                "this plan runs folded prompts in chunks of its window, and a window of 1 leaves "
+                "the pads of a hybrid's rows unmasked; use a window of at least 2, or rows of "
+                "equal length"
+            )
+
     def _chunks(self, columns: int, cache: FoldedCache, record: bool) -> list[tuple[int, int]]:
         plan = self.attachment.plan
         size = columns
@@ -276,11 +288,13 @@ def _describe(mask: Any) -> str:
     return f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
 
 
-def _check_positions(position_ids: Tensor | None, step: Step) -> None:
+def _check_positions(position_ids: Tensor | None, tokens: Tensor, cache: FoldedCache) -> None:
+    """Refuse positions of the new columns that are not ours, before anything has run."""
     if position_ids is None:
         return
-    ours = step.positions
-    if bool(((position_ids - ours) * step.valid != 0).any()):
+    before = torch.tensor(cache.rows or [0] * len(tokens))[:, None]
+    ours = (before + tokens.cumsum(dim=1) - 1).to(position_ids.device)
+    if bool(((position_ids - ours) * tokens.to(position_ids.device) != 0).any()):
         raise AttachError(
             "position_ids must count each row's real tokens from 0 (pads excluded) while an "
             "add-on is attached; leave position_ids out, or correct them"

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvfold.anatomy import LinearInputs, linear_attention_module, linear_inputs
+from kvfold.errors import CacheError
 from kvfold.methods import AffineMap, StateProjector
 from kvfold.methods.gated_delta import causal_conv, delta_state, log_decay
 from kvfold.runtime.cache import FoldedCache
@@ -122,8 +123,10 @@ class SkippedStates:
         self.layers = list(layers)
         self.projector = projector
         self.scans: dict[int, StateScan] = {}
-        for layer in self.layers if projector is not None else ():
-            assert projector is not None
+        self._finite: list[Tensor] = []
+        if projector is None:
+            return
+        for layer in self.layers:
             scan = StateScan.of(model, projector, layer, replay)
             if scan is not None:
                 self.scans[layer] = scan
@@ -146,7 +149,7 @@ class SkippedStates:
         return [state[chosen.to(state.device)].clone() for state in self._tensors(cache)]
 
     def restore(self, cache: FoldedCache, rows: Sequence[bool], kept: list[Tensor]) -> None:
-        """Put copies back; rows that had no states are as at the beginning of a text."""
+        """Put copies from `of` back; where there were none, as at the beginning of a text."""
         if not kept:
             self.clear(cache, rows)
             return
@@ -179,8 +182,19 @@ class SkippedStates:
                 made = (torch.zeros_like(convolved), torch.zeros_like(state))
             else:
                 made = scan.advance(features, convolved, state, valid)
+                self._finite += [torch.isfinite(part).all() for part in made]
             for held, new in zip((convolved, state), made, strict=True):
                 held.copy_(torch.where(rows.view(-1, *[1] * (held.dim() - 1)), new, held))
+
+    def require_finite(self) -> None:
+        """Raise `CacheError` if a state that was predicted since the last call is not finite."""
+        flags, self._finite = self._finite, []
+        if flags and not bool(torch.stack(flags).all()):
+            raise CacheError(
+                "recurrent states must be finite; those that the state projector predicts for "
+                f"layers {sorted(self.scans)} are not: the add-on is damaged or its maps overflow "
+                "the model's dtype; load the model in bfloat16 or float32, or fit again"
+            )
 
     def _initialise(self, layer: Any, index: int, like: Tensor) -> None:
         """Allocate states of nothing where there are none, as transformers would."""

@@ -97,6 +97,11 @@ class Skipped:
     exact_from: Sequence[int]
     shown: Sequence[int]
 
+    @property
+    def alike(self) -> bool:
+        """Whether it is the same in every row."""
+        return len(set(self.exact_from)) == len(set(self.shown)) == 1
+
 
 @dataclass(frozen=True)
 class Write:
@@ -148,7 +153,9 @@ class Step:
         self.after = [seen + count for seen, count in zip(before, counts, strict=True)]
         self.folded = folded
         self.device = device
-        self.uniform = len(set(self.before)) == 1 and all(count == new for count in counts)
+        rows_alike = skipped is None or skipped.alike
+        full = all(count == new for count in counts)
+        self.uniform = rows_alike and full and len(set(self.before)) == 1
         self.rows = range(1) if self.uniform else range(len(self.before))
         self._remembered: dict[Hashable, Any] = {}
 

@@ -53,7 +53,19 @@ class SkippedPrefill:
         self.states = attachment.skipped_states
 
     def run(self, chunks: Sequence[tuple[int, int]]) -> Any:
-        """All passes; returns the decoder's output for the replayed columns."""
+        """All passes; returns the decoder's output for the replayed columns.
+
+        A failure between two of them leaves a cache that says so when it is used again.
+        """
+        cache = self.call.cache
+        cache.half_way = True
+        self._run_lower(chunks)
+        self.states.require_finite()
+        output = self._replay()
+        cache.half_way = False
+        return output
+
+    def _run_lower(self, chunks: Sequence[tuple[int, int]]) -> None:
         for start, stop in chunks:
             found: dict[Source, Tensor] = {}
             self.forward.run(self.call, start, stop, self._lower_pass(start, stop), found)
@@ -65,7 +77,6 @@ class SkippedPrefill:
                 self._run_anchors(hidden, counts)
                 self._advance_states(hidden, counts)
                 self.seen = [n + count for n, count in zip(self.seen, counts, strict=True)]
-        return self._replay()
 
     def _lower_pass(self, start: int, stop: int) -> Running:
         """Lower layers get all columns, upper layers the codes of those that skip them."""
@@ -115,11 +126,19 @@ class SkippedPrefill:
         return Running({(group, True): step for group, step in steps.items()}, layers, None)
 
     def _run_anchors(self, hidden: Tensor, counts: list[int]) -> None:
-        """The upper layers on the anchors of the rows whose last anchor is in these columns."""
+        """The upper layers on the anchors of the rows whose last anchor is in these columns.
+
+        Rows with equally many at once: pads before a token would enter a row's recurrent state.
+        """
         self.anchors.take(hidden, self.seen, counts)
-        rows = self.anchors.ready(self.seen, counts)
-        if not any(rows):
-            return
+        ready = self.anchors.ready(self.seen, counts)
+        lengths = [
+            len(span) if row else 0 for row, span in zip(ready, self.anchors.spans, strict=True)
+        ]
+        for length in sorted(set(lengths) - {0}):
+            self._run_anchors_of([own == length for own in lengths])
+
+    def _run_anchors_of(self, rows: list[bool]) -> None:
         gathered, lengths = self.anchors.of(rows)
         others = [not row for row in rows]
         new = gathered.shape[1]

@@ -138,6 +138,7 @@ class AddOn:
             "plan": self.plan.to_dict(),
             "base": self.base.to_dict(),
             "report": self.report,
+            "states_kept": _states_kept(self.state_projector),
             "versions": _versions(),
             "weights_sha256": _file_digest(folder / WEIGHTS_FILE),
         }
@@ -178,6 +179,8 @@ class AddOn:
                 f"the report of the add-on in {folder} must be a mapping; got "
                 f"{type(report).__name__}; {AGAIN}"
             )
+        if projector is not None:
+            _read_states_kept(projector, description.get("states_kept"), folder)
         made = cls(plan, pipelines, base, report, projector)
         digest = str(description.get("weights_sha256"))
         _load_weights(made._parts(), folder / WEIGHTS_FILE, digest)
@@ -185,11 +188,11 @@ class AddOn:
 
 
 def _named(parts: Mapping[str, nn.Module]) -> list[tuple[str, Tensor]]:
-    """Weights and measured values by name; one that two methods share appears once."""
+    """Weights by name; one that two methods share appears once."""
     return [
         (beginning + name, tensor.detach())
         for beginning, part in parts.items()
-        for name, tensor in (*part.named_parameters(), *part.named_buffers())
+        for name, tensor in part.named_parameters()
     ]
 
 
@@ -300,6 +303,25 @@ def _read_description(path: Path) -> dict[str, Any]:
     return description
 
 
+def _states_kept(projector: StateProjector | None) -> dict[str, Any] | None:
+    """What a state projector was told of decay, as plain data."""
+    if projector is None:
+        return None
+    kept = {str(layer): list(shares) for layer, shares in projector.kept.items()}
+    return {"replay": projector.measured_replay, "kept": kept}
+
+
+def _read_states_kept(projector: StateProjector, data: Any, folder: Path) -> None:
+    try:
+        kept = {layer: data["kept"][str(layer)] for layer in projector.layers}
+        projector.set_kept(data["replay"], kept)
+    except (KeyError, TypeError, ValueError) as error:
+        raise AddOnError(
+            f"the add-on in {folder} must say what is left of each state after how many tokens; "
+            f"states_kept is not as kvfold writes it ({type(error).__name__}: {error}); {AGAIN}"
+        ) from error
+
+
 def _load_weights(parts: Mapping[str, nn.Module], path: Path, digest: str) -> None:
     expected = dict(_named(parts))
     if not path.is_file():
@@ -322,7 +344,7 @@ def _load_weights(parts: Mapping[str, nn.Module], path: Path, digest: str) -> No
         {name: tuple(tensor.shape) for name, tensor in received.items()},
         str(path),
     )
-    stored = {received[n].dtype for n, tensor in expected.items() if tensor.is_floating_point()}
+    stored = {tensor.dtype for tensor in received.values()}
     if not all(dtype.is_floating_point for dtype in stored):
         raise AddOnError(f"the tensors of {path} must be floating; got {stored}; {AGAIN}")
     for part in parts.values():
