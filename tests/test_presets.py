@@ -64,7 +64,7 @@ def test_fast_prefill_skips_what_each_kind_of_model_can_spare(
 ):
     hybrid, dense = preset("fast-prefill", card_shape), preset("fast-prefill", smollm2_shape)
     assert (hybrid.prefill, hybrid.split, hybrid.folded_layers) == ("skip", 16, (19, 23, 27, 31))
-    assert (dense.prefill, dense.split, dense.folded_layers) == ("skip", 20, tuple(range(20, 30)))
+    assert (dense.prefill, dense.split, dense.folded_layers) == ("skip", 22, tuple(range(22, 30)))
     assert (hybrid.state_projector, dense.state_projector) == (True, False)
     assert hybrid.window == hybrid.replay == 256
     with pytest.raises(PlanError, match="sliding window"):

@@ -120,7 +120,7 @@ IDS = {word: index for index, word in enumerate(VOCABULARY)}
 def batch_of(step: int, stage: Stage) -> tuple[Tensor, Tensor]:
     """Token ids (batch, length), and the weight of each word as part of an answer.
 
-    Every question weighs the same; the words that end an answer are always alike and weigh little.
+    The words that end an answer are always alike and weigh little.
     """
     ids = torch.empty(stage.batch, stage.length, dtype=torch.long)
     weights = torch.zeros(stage.batch, stage.length)
@@ -128,9 +128,8 @@ def batch_of(step: int, stage: Stage) -> tuple[Tensor, Tensor]:
         words, spans = training_document(f"train {SEED} {step} {row} {stage.length}", stage.length)
         ids[row] = torch.tensor([IDS[word] for word in words])
         for start, stop in spans:
-            telling = [n for n in range(start, stop) if words[n] not in ENDINGS]
-            weights[row, start:stop] = ENDING_WEIGHT
-            weights[row, telling] = 1 / max(1, len(telling))
+            for place in range(start, stop):
+                weights[row, place] = ENDING_WEIGHT if words[place] in ENDINGS else 1.0
     return ids, weights
 
 
