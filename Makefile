@@ -28,7 +28,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff lay out the code"
-	@echo "make bench   perplexity against bytes of every axis, and costs (needs DATA=folder with wikitext-2/)"
+	@echo "make bench   perplexity against bytes of every axis, skipped prompts, costs (needs DATA=folder)"
 
 setup: $(INSTALLED)
 	@echo "$(VENV) is ready"
@@ -68,6 +68,9 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/depth_table.py --data $(DATA)
 	$(BIN)/python benchmarks/axes_table.py --data $(DATA)
 	$(BIN)/python benchmarks/cost.py --data $(DATA)
+	$(BIN)/python benchmarks/prefill_table.py --data $(DATA)
+	$(BIN)/python benchmarks/card_table.py
+	$(BIN)/python benchmarks/prefill_speed.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

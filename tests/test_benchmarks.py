@@ -34,6 +34,25 @@ def axes_table():
 
 
 @pytest.fixture(scope="module")
+def prefill_table():
+    yield _loaded("prefill_table")
+    del sys.modules["prefill_table"]
+
+
+@pytest.fixture(scope="module")
+def card_table():
+    yield _loaded("card_table")
+    del sys.modules["card_table"]
+
+
+@pytest.fixture(scope="module")
+def hybrid_shape(tiny_config):
+    """The shape of the tiny hybrid: attention in layers 3, 7 and 11 of 12."""
+    pattern = ["linear_attention"] * 3 + ["full_attention"]
+    return anatomy(tiny_config("qwen3_5", num_hidden_layers=12, layer_types=pattern * 3))
+
+
+@pytest.fixture(scope="module")
 def shape(tiny_config):
     """The shape of SmolLM2-135M."""
     return anatomy(
@@ -124,3 +143,60 @@ def test_the_tables_show_every_row_and_speed(axes_table, tmp_path):
     assert f"| bits | shared | {quality} | 1.5x | 2.0x | 2.5x | 2.2x | 0.50 | 0.75 |" in text
     assert text.count(f"| bits | 128 | {quality} | 5.00% | 2.5x |") == 3
     assert text.count("| dropped | 128 | 30.00") == 3
+
+
+def test_every_skipped_prompt_has_a_plan_that_fits_and_a_name_of_its_own(prefill_table, shape):
+    plans = prefill_table.text_plans(shape)
+    cases = list(prefill_table.text_cases(plans))
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        plan = plans[case.fit].replace(window=case.window)
+        if case.replay is not None:
+            plan = plan.replace(prefill="skip", replay=case.replay)
+        plan.check(shape)
+
+
+def test_the_hybrids_rows_show_the_unrepaired_state_beside_the_repaired(prefill_table):
+    cases = list(prefill_table.hybrid_cases(prefill_table.METHODS))
+    for replay in prefill_table.HYBRID_REPLAYS:
+        both = {case.projector for case in cases if case.replay == replay}
+        assert both == {False, True}
+    assert prefill_table.HYBRID_WINDOW in prefill_table.HYBRID_REPLAYS
+
+
+def test_the_cards_rows_differ_in_settings_alone(card_table, hybrid_shape):
+    for row in card_table.ROWS:
+        card, ours = (card_table.plan_of(row, s) for s in (card_table.CARD, card_table.OURS))
+        for plan in (card, ours):
+            plan.check(hybrid_shape)
+        assert (card.anchors, card.window, ours.anchors, ours.window) == (0, 0, 4, 128)
+        assert [e.method for e in card.depth] == [e.method for e in ours.depth]
+        assert card.bits == ours.bits
+
+
+def test_tables_are_written_of_what_was_measured(prefill_table, card_table):
+    share = {"right": 9, "count": 10, "share": 0.9, "interval": [0.6, 0.98]}
+    found = {"overall": share, "by_kind": dict.fromkeys(prefill_table.RECALL_KINDS, share)}
+    places = {str(replay): [share, share] for replay in prefill_table.HYBRID_REPLAYS}
+    row = {**found, "length": 512, "places": places, "tale_perplexity": 5.0}
+    data = {
+        "settings": {"prompts_of_a_kind": 10, "split": 6, "window": 32},
+        "rows": [
+            {"name": f"512: {prefill_table.PLAIN}", "replay": None, **row},
+            {"name": "512: ced, replay 256", "replay": 256, **row},
+        ],
+    }
+    text = prefill_table.markdown({"hybrid": data})
+    assert "| 512: ced, replay 256 | 90% (60-98) |" in text
+    rows = [
+        {"name": f"{name}, {settings}", "perplexity": 5.5, "kl": 0.1, **found}
+        for name in card_table.ROWS
+        for settings in (card_table.CARD, card_table.OURS)
+    ]
+    made = {"documents": 2, "length": 8, "recall_length": 8, "prompts_of_a_kind": 1}
+    settings = {**made, "fit_documents": 2}
+    base = {"perplexity": 5.0, **found}
+    text = card_table.markdown({"shared": {"base": base}, "settings": settings, "rows": rows})
+    assert (
+        text.count("| 5.500 (+10.00%) | 5.500 (+10.00%) | 0.1000 | 0.1000 | 90.0% | 90.0% |") == 4
+    )

@@ -36,14 +36,14 @@ HIDDEN = 128
 MEMORY = (2.0, 8.0, 32.0, 128.0)
 """Tokens after which the state of a layer's four heads is down to 1/e when training begins."""
 WARM_UP = 50
-COOL_DOWN = 1200
+COOL_DOWN = 800
 """Steps over which learning rates rise in the beginning, and fall to nothing in the end."""
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
 TEXT_WEIGHT = 0.5
 """Of the mean loss of words outside answers, against 1 for those of answers."""
 ENDINGS = (".", "end")
 ENDING_WEIGHT = 0.05
-SHORT_FROM = 1000
+SHORT_FROM = 400
 """The step from which on long memories cost something: recall is learnt sooner with them."""
 HALF_LIFE = 24.0
 SHORT_WEIGHT = 0.2
@@ -64,11 +64,11 @@ class Stage(NamedTuple):
 
 
 STAGES = (
-    Stage(64, 64, 500),
-    Stage(128, 32, 500),
-    Stage(256, 16, 700),
-    Stage(512, 8, 1300),
-    Stage(1024, 4, 1000),
+    Stage(64, 64, 400),
+    Stage(128, 32, 250),
+    Stage(256, 16, 350),
+    Stage(512, 8, 500),
+    Stage(1024, 4, 500),
 )
 
 
