@@ -43,7 +43,7 @@ TEXT_WEIGHT = 0.5
 """Of the mean loss of words outside answers, against 1 for those of answers."""
 ENDINGS = (".", "end")
 ENDING_WEIGHT = 0.05
-SHORT_FROM = 400
+SHORT_FROM = 600
 """The step from which on long memories cost something: recall is learnt sooner with them."""
 HALF_LIFE = 24.0
 SHORT_WEIGHT = 0.2

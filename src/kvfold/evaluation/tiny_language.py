@@ -102,6 +102,8 @@ VOCABULARY: tuple[str, ...] = tuple(
 
 COPY_LENGTH = 6
 """Words of a list to be copied."""
+MOST_EVENTS = 3
+"""Colours that a thing takes in one document."""
 LONGEST_STATEMENT = 16
 """No statement has more words."""
 MOST_ATTEMPTS = 1000
@@ -145,7 +147,7 @@ class Document:
         self._home = {name: self.random.choice(PLACES) for name in self._cast}
         self._work = {name: self.random.choice(JOBS) for name in self._cast}
         self._tool = {name: self.random.choice(GOODS) for name in self._cast}
-        self._things = self.random.sample(THINGS, self.random.choice((1, 2, 4, 6)))
+        self._things: list[str] = []
 
     def __len__(self) -> int:
         return len(self.words)
@@ -191,13 +193,19 @@ class Document:
         return True
 
     def event(self) -> bool:
-        """A thing takes a colour that it has not had; False if there is none left."""
-        thing = self.random.choice(self._things)
-        had = self._facts.get(("event", thing))
-        left = [c for c in COLOURS if had is None or c not in had.values]
-        if not left:
+        """A thing takes a colour that it has not had; False if all things have had their share."""
+        r = self.random
+        again = [t for t in self._things if len(self._facts["event", t].values) < MOST_EVENTS]
+        fresh = [t for t in THINGS if t not in self._things]
+        if not again and not fresh:
             return False
-        colour = self.random.choice(left)
+        if again and (not fresh or r.random() < 0.6):
+            thing = r.choice(again)
+            had = self._facts["event", thing].values
+        else:
+            thing, had = r.choice(fresh), []
+            self._things.append(thing)
+        colour = r.choice([colour for colour in COLOURS if colour not in had])
         self._state("event", thing, [colour], f"the {thing} turned {colour} .")
         return True
 
