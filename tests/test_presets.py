@@ -44,8 +44,6 @@ def test_every_preset_fits_every_family(tiny_config, family):
     missing = {"csa2", "ced-csa2"} if described.is_hybrid else set()  # two layers of the upper half
     if 3 not in described.foldable_layers:
         missing |= {"qwen-compress"}
-    if any(layer.kind == "sliding_attention" for layer in described.layers):
-        missing |= {"fast-prefill"}
     for name in PRESETS.keys() - missing:
         plan = preset(name, described)
         plan.check(described)
@@ -67,8 +65,9 @@ def test_fast_prefill_skips_what_each_kind_of_model_can_spare(
     assert (dense.prefill, dense.split, dense.folded_layers) == ("skip", 22, tuple(range(22, 30)))
     assert (hybrid.state_projector, dense.state_projector) == (True, False)
     assert hybrid.window == hybrid.replay == 256
+    kinds = ["full_attention"] * 5 + ["sliding_attention"]
     with pytest.raises(PlanError, match="sliding window"):
-        preset("fast-prefill", kvfold.anatomy(tiny_config("gemma3")))
+        preset("fast-prefill", kvfold.anatomy(tiny_config("gemma3", layer_types=kinds)))
 
 
 def test_an_unknown_preset_lists_the_known_ones(smollm2_shape):

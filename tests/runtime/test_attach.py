@@ -26,6 +26,8 @@ LATENT = [{"method": "latent", "layers": UPPER, "rank": 8}]
 class Bare:
     """A plan with unfitted methods."""
 
+    state_projector = None
+
     def __init__(self, model: Any, depth: Any, **keys: Any) -> None:
         self.plan = Plan.from_dict({"anchors": 2, "window": 4, **keys, "depth": depth})
         self.pipelines: nn.ModuleList = build_pipelines(self.plan, anatomy(model)).to(model.dtype)

@@ -20,6 +20,8 @@ from kvfold.runtime.reference import reference_attention
 class RandomWeights:
     """One layer's own keys and values through a random code, so that slots differ from them."""
 
+    state_projector = None
+
     def __init__(self, model: Any, layer: int, **keys: Any) -> None:
         depth = [{"method": "latent", "layers": [layer], "rank": 24}]
         self.plan = Plan.from_dict({**keys, "depth": depth})

@@ -35,6 +35,8 @@ class LargestTensor(TorchDispatchMode):
 class Untrained:
     """Zero weights; only sizes count here."""
 
+    state_projector = None
+
     def __init__(self, model: Any, reading: str) -> None:
         layers = list(anatomy(model).foldable_layers)
         depth = [{"method": "latent", "layers": layers, "rank": 8}]
