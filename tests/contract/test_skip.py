@@ -138,7 +138,7 @@ def test_rows_that_end_alike_but_skip_differently(
     import kvfold.runtime.forward as forward
 
     made = _case(case, "llama", method)
-    monkeypatch.setattr(forward, "PREFILL_CHUNK", 13)
+    monkeypatch.setattr(forward, "PLAIN_CHUNK", 13)
     for turns in (((5, 20), (13, 12)), ((1, 40), (14, 27)), ((14, 27), (1, 40))):
         rows = [[helpers.tokens(n, seed=7 * n) for n in row] for row in turns]
         with made.attach() as attachment:
@@ -194,6 +194,7 @@ def test_the_runtimes_own_chunks_leave_no_trace(
         expected = helpers.last(made.model, ids, whole, mask)
         for module, name, size in (
             (forward, "PREFILL_CHUNK", 7),
+            (forward, "PLAIN_CHUNK", 7),
             (skipping, "PREFILL_CHUNK", 5),
             (masks, "QUERY_BLOCK", 3),
             (streaming, "SLOT_BLOCK", 5),
@@ -417,6 +418,7 @@ def test_wrong_positions_are_refused_before_anything_has_run(
     import kvfold.runtime.forward as forward
 
     monkeypatch.setattr(forward, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(forward, "PLAIN_CHUNK", 16)
     made = _case(case, "llama", "ced")
     ids, positions = helpers.tokens(40), torch.arange(40)[None].clone()
     positions[:, 20:] += 1

@@ -120,6 +120,7 @@ def test_rows_chunks_and_turns(trained: Any, helpers: Any, monkeypatch: Any) -> 
         mask = torch.cat([mask[:2], torch.ones(2, 60, dtype=torch.long)], dim=1)
         second = helpers.last(model, ids[2:4, :60], cache, mask)
         monkeypatch.setattr(forward, "PREFILL_CHUNK", 17)
+        monkeypatch.setattr(forward, "PLAIN_CHUNK", 17)
         for row, begin in ((0, 0), (1, 150 - short)):
             alone = attachment.new_cache()
             one = helpers.last(model, ids[row : row + 1, begin:], alone)

@@ -291,6 +291,13 @@ class Attachment:
         )
 
     @property
+    def lower_layers_are_plain(self) -> bool:
+        """Whether all layers that a skipped token runs through attend, with nothing folded."""
+        lower = self.anatomy.layers[: self.split or 0]
+        folded = {fold.index for fold in self.folds}
+        return all(n.kind == "full_attention" and n.index not in folded for n in lower)
+
+    @property
     def exits_lag(self) -> bool:
         """Whether folded prompts must run in chunks no longer than the window."""
         return any(p.depth.needs_window and p.depth.code_width for p in self.pipelines)

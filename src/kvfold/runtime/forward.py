@@ -19,7 +19,7 @@ from kvfold.methods import Activations, Source
 from kvfold.runtime.cache import FoldedCache, Running
 from kvfold.runtime.call import DecoderCall
 from kvfold.runtime.schedule import Step
-from kvfold.runtime.skipping import PREFILL_CHUNK, SkippedPrefill
+from kvfold.runtime.skipping import PLAIN_CHUNK, PREFILL_CHUNK, SkippedPrefill
 
 if TYPE_CHECKING:
     from kvfold.runtime.attach import Attachment
@@ -58,11 +58,12 @@ class DecoderForward:
         self._refuse_inner_pads(tokens, cache)
         _check_positions(position_ids, tokens, cache)
         call = DecoderCall(kwargs, inputs, cache, attention_mask, tokens)
-        chunks = self._chunks(columns, cache, record)
-        if len(chunks) == columns > 1:
-            self._refuse_pads_in_single_columns(tokens)
         with torch.no_grad():
-            if self._skips(call, record):
+            skips = self._skips(call, record)
+            chunks = self._chunks(columns, cache, record=record, skips=skips)
+            if len(chunks) == columns > 1:
+                self._refuse_pads_in_single_columns(tokens)
+            if skips:
                 outputs = [SkippedPrefill(self.attachment, self, call).run(chunks)]
             else:
                 outputs = [self._full(call, start, stop, record) for start, stop in chunks]
@@ -235,11 +236,15 @@ class DecoderForward:
                 "equal length"
             )
 
-    def _chunks(self, columns: int, cache: FoldedCache, record: bool) -> list[tuple[int, int]]:
+    def _chunks(
+        self, columns: int, cache: FoldedCache, *, record: bool, skips: bool
+    ) -> list[tuple[int, int]]:
         plan = self.attachment.plan
         size = columns
         if not record and (plan.prefill_attention == "folded" or cache.given is not None):
-            size = PREFILL_CHUNK
+            size = (
+                PLAIN_CHUNK if skips and self.attachment.lower_layers_are_plain else PREFILL_CHUNK
+            )
             if self.attachment.exits_lag and cache.given is None:
                 size = min(size, max(1, plan.window))
         return [(start, min(start + size, columns)) for start in range(0, columns, size)]
