@@ -9,19 +9,6 @@ import torch
 
 from kvfold.errors import AttachError
 
-PAD = 5
-"""Not the models' own, whose embedding is zero: an unmasked pad would not show."""
-
-
-def _padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    longest = max(row.shape[1] for row in rows)
-    ids = torch.full((len(rows), longest), PAD)
-    mask = torch.zeros_like(ids)
-    for index, row in enumerate(rows):
-        ids[index, longest - row.shape[1] :] = row[0]
-        mask[index, longest - row.shape[1] :] = 1
-    return ids, mask
-
 
 @pytest.mark.every_family
 def test_left_padded_rows_equal_single_rows(
@@ -46,12 +33,12 @@ def _check_padded_rows(made: Any, helpers: Any) -> None:
     turns = [helpers.tokens(n, seed=50 + n) for n in lengths]
     with made.attach() as attachment:
         cache = attachment.new_cache()
-        ids, mask = _padded(prompts)
+        ids, mask = helpers.padded(prompts)
         collected = [made.run(ids, cache, mask)]
         for column in range(4):
             mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], dim=1)
             collected.append(made.run(steps[:, column : column + 1], cache, mask))
-        ids, added = _padded(turns)
+        ids, added = helpers.padded(turns)
         mask = torch.cat([mask, added], dim=1)
         collected.append(made.run(ids, cache, mask))
         together = torch.cat(collected, dim=1)
@@ -75,9 +62,9 @@ def test_pads_between_tokens_are_refused_where_the_model_would_count_them(
     made = case(arch, "ced")
     with made.attach() as attachment:
         cache = attachment.new_cache()
-        ids, mask = _padded([helpers.tokens(5), helpers.tokens(9)])
+        ids, mask = helpers.padded([helpers.tokens(5), helpers.tokens(9)])
         made.run(ids, cache, mask)
-        ids, added = _padded([helpers.tokens(3), helpers.tokens(2)])
+        ids, added = helpers.padded([helpers.tokens(3), helpers.tokens(2)])
         with pytest.raises(AttachError, match="equally many new tokens"):
             made.run(ids, cache, torch.cat([mask, added], dim=1))
 
@@ -91,7 +78,7 @@ def test_left_padded_rows_equal_single_rows_when_reading_codes(
     made = case(arch, method, resident=reading)
     prompts = [helpers.tokens(n, seed=n) for n in (2, 25)]
     with made.attach() as attachment:
-        ids, mask = _padded(prompts)
+        ids, mask = helpers.padded(prompts)
         cache = attachment.new_cache()
         together = made.run(ids, cache, mask)
         step = made.run(
@@ -191,7 +178,7 @@ def test_rows_of_different_lengths_change_places(
     steps = helpers.tokens(9, rows=3, seed=1)
     chosen = [2, 0, 2]
     with made.attach() as attachment:
-        ids, mask = _padded(prompts)
+        ids, mask = helpers.padded(prompts)
         cache = attachment.new_cache()
         made.run(ids, cache, mask)
         cache.reorder_cache(torch.tensor(chosen))

@@ -27,20 +27,6 @@ def _case(case: Any, arch: str, method: str, **keys: Any) -> Any:
     return case(arch, method, prefill="skip", replay=REPLAY, state_projector=projector, **keys)
 
 
-PAD = 5
-"""Not the models' own, whose embedding is zero: an unmasked pad would not show."""
-
-
-def _padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    longest = max(row.shape[1] for row in rows)
-    ids = torch.full((len(rows), longest), PAD)
-    mask = torch.zeros_like(ids)
-    for index, row in enumerate(rows):
-        ids[index, longest - row.shape[1] :] = row[0]
-        mask[index, longest - row.shape[1] :] = 1
-    return ids, mask
-
-
 @pytest.mark.skipping
 def test_prompts_not_longer_than_the_replay_give_the_full_result(
     case: Any, helpers: Any, arch: str, method: str
@@ -111,11 +97,11 @@ def _check_padded_rows(made: Any, helpers: Any) -> None:
     step = helpers.tokens(1, rows=4, seed=1)
     with made.attach() as attachment:
         cache = attachment.new_cache()
-        ids, mask = _padded(prompts)
+        ids, mask = helpers.padded(prompts)
         together = [helpers.last(made.model, ids, cache, mask)]
         mask = torch.cat([mask, torch.ones(4, 1, dtype=torch.long)], dim=1)
         together.append(helpers.last(made.model, step, cache, mask))
-        ids, added = _padded(turns)
+        ids, added = helpers.padded(turns)
         mask = torch.cat([mask, added], dim=1)
         together.append(helpers.last(made.model, ids, cache, mask))
         for row, prompt in enumerate(prompts):
@@ -145,7 +131,7 @@ def test_rows_that_end_alike_but_skip_differently(
             cache = attachment.new_cache()
             mask = torch.zeros(2, 0, dtype=torch.long)
             for turn in range(2):
-                ids, added = _padded([row[turn] for row in rows])
+                ids, added = helpers.padded([row[turn] for row in rows])
                 mask = torch.cat([mask, added], dim=1)
                 together = helpers.last(made.model, ids, cache, mask)
             for index, row in enumerate(rows):
@@ -166,7 +152,7 @@ def test_rows_go_on_that_lack_different_numbers_of_anchors(
     second = [helpers.tokens(30, seed=40 + n) for n in range(4)]
     with made.attach() as attachment:
         cache = attachment.new_cache()
-        ids, mask = _padded(first)
+        ids, mask = helpers.padded(first)
         helpers.last(made.model, ids, cache, mask)
         mask = torch.cat([mask, torch.ones(4, 30, dtype=torch.long)], dim=1)
         together = helpers.last(made.model, torch.cat(second), cache, mask)
@@ -188,7 +174,7 @@ def test_the_runtimes_own_chunks_leave_no_trace(
     import kvfold.runtime.streaming as streaming
 
     made = _case(case, arch, method, resident="auto")
-    ids, mask = _padded([helpers.tokens(n, seed=n) for n in (50, 23)])
+    ids, mask = helpers.padded([helpers.tokens(n, seed=n) for n in (50, 23)])
     with made.attach() as attachment:
         whole = attachment.new_cache()
         expected = helpers.last(made.model, ids, whole, mask)
@@ -284,7 +270,7 @@ def test_generate_skips_and_goes_on(
 ) -> None:
     """generate() on padded rows gives the tokens of each row alone, and of stepping by hand."""
     made = _case(case, arch, method)
-    ids, mask = _padded([helpers.tokens(n, seed=n) for n in (40, 29)])
+    ids, mask = helpers.padded([helpers.tokens(n, seed=n) for n in (40, 29)])
     common = {"max_new_tokens": 6, "eos_token_id": None, **options}
     with made.attach() as attachment:
         together = made.model.generate(ids, attention_mask=mask, **common)[:, -6:]
@@ -446,7 +432,7 @@ def test_states_that_are_not_finite_are_refused(case: Any, helpers: Any) -> None
 def test_pads_of_hybrids_are_not_run_in_single_columns(case: Any, helpers: Any) -> None:
     """transformers masks recurrent layers only where more than one column runs."""
     made = case("qwen3_5", "latent", window=1)
-    ids, mask = _padded([helpers.tokens(3), helpers.tokens(9)])
+    ids, mask = helpers.padded([helpers.tokens(3), helpers.tokens(9)])
     with (
         made.attach() as attachment,
         pytest.raises(AttachError, match="window of at least 2"),

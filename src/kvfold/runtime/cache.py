@@ -79,7 +79,6 @@ class FoldedCache(Cache):
         self.columns = 0
         self.padded_columns = 0
         self.rows: list[int] = []
-        self.steps: StepsByKey = {}
         self.running: Running | None = None
         self.half_way = False
         self._unchecked: list[tuple[Pipeline, Tensor]] = []
@@ -98,6 +97,11 @@ class FoldedCache(Cache):
     def key_of(self, pipeline: Pipeline) -> StepKey:
         """Which of the open steps is a pipeline's."""
         return pipeline.group, self.split is not None and pipeline.layers[0] >= self.split
+
+    @property
+    def steps(self) -> StepsByKey:
+        """The steps of the open pass; none between passes."""
+        return {} if self.running is None else self.running.steps
 
     def step_of(self, pipeline: Pipeline) -> Step:
         """The open step of a pipeline."""
@@ -124,7 +128,7 @@ class FoldedCache(Cache):
 
     def begin(self, running: Running) -> None:
         """Open a pass."""
-        self.running, self.steps = running, running.steps
+        self.running = running
         self.recorded = {} if running.record else None
         self._unchecked = []
 
@@ -164,7 +168,7 @@ class FoldedCache(Cache):
                 store.commit(self.step_of(store.pipeline))
         if running.tokens is not None:
             self._count(running.tokens)
-        self.running, self.steps = None, {}
+        self.running = None
 
     def _count(self, step: Step) -> None:
         if step.most_pads:
@@ -279,7 +283,7 @@ class FoldedCache(Cache):
         for store in self.stores.values():
             store.reset()
         self.columns, self.padded_columns, self.rows = 0, 0, []
-        self.running, self.steps, self.half_way = None, {}, False
+        self.running, self.half_way = None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: a negative number of them, or the length to keep.

@@ -72,8 +72,10 @@ def layer_forward(attachment: Attachment, index: int, own: Any) -> Any:
 def last_logits_forward(attachment: Attachment, own: Any) -> Any:
     """The model's forward, noting whether the caller wants no logits but the last token's."""
 
+    signature = inspect.signature(own)
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        asked = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+        asked = signature.bind_partial(*args, **kwargs).arguments
         keep = asked.get("logits_to_keep")
         only_last = isinstance(keep, int) and keep == 1 and asked.get("labels") is None
         attachment.wants_last_only = only_last
@@ -82,7 +84,7 @@ def last_logits_forward(attachment: Attachment, own: Any) -> Any:
         finally:
             attachment.wants_last_only = False
 
-    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     return forward
 
 
