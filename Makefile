@@ -68,8 +68,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/depth_table.py --data $(DATA)
 	$(BIN)/python benchmarks/axes_table.py --data $(DATA)
 	$(BIN)/python benchmarks/cost.py --data $(DATA)
-	$(BIN)/python benchmarks/prefill_table.py --data $(DATA)
-	$(BIN)/python benchmarks/card_table.py
+	$(BIN)/python benchmarks/prefill_table.py --data $(DATA) --part text --part compute
 	$(BIN)/python benchmarks/prefill_speed.py
 
 clean:

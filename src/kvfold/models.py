@@ -5,9 +5,10 @@ package carries (only the file is used; the package is never imported). Reading 
 of a minute, so it is converted once to safetensors in the user's cache folder and loaded from
 there in a second afterwards.
 
-The tiny hybrid comes with the package: 12 layers of Qwen3.5's own architecture, trained on the
-language of `kvfold.evaluation.tiny_language` by `training/tiny_hybrid.py`. It knows no English; it
-is there to see what folding and skipping do to a hybrid that has learnt something.
+The tiny hybrid is to come with the package: 12 layers of Qwen3.5's own architecture, trained on
+the language of `kvfold.evaluation.tiny_language` by `training/tiny_hybrid.py`. It knows no English;
+it is there to see what folding and skipping do to a hybrid that has learnt something. Its weights
+are not in the package yet.
 """
 
 from __future__ import annotations
@@ -106,6 +107,11 @@ def _folder_of(name: str | Path) -> str:
     if _is(name, DEFAULT_MODEL):
         return str(_default_folder())
     if _is(name, TINY_HYBRID):
+        if not _is_complete(TINY_HYBRID_FOLDER):
+            raise ModelNotFoundError(
+                f"the weights of {TINY_HYBRID} must be in {TINY_HYBRID_FOLDER}; this kvfold comes "
+                "without them; train them with training/tiny_hybrid.py, or name another model"
+            )
         return str(TINY_HYBRID_FOLDER)
     return str(name)
 

@@ -36,7 +36,7 @@ FAST_PREFILL_PART_DENSE = 11 / 15
 """Where `fast-prefill` splits a dense model. Measured on SmolLM2 (results/prefill): the lowest
 split tried that costs less than 3% of perplexity after 2,048 tokens (22 of 30: 2.1%, 20: 4.2%)."""
 FAST_PREFILL_PART_HYBRID = 1 / 2
-"""The first card's; its recurrent layers keep what the regenerated ones lose."""
+"""The first card's; not yet measured on a trained hybrid."""
 FAST_PREFILL_REPLAY = 256
 """Also the window: tokens that have run through all layers anyway are kept as they are."""
 

@@ -18,7 +18,8 @@ from kvfold.methods import StateProjector, build_pipelines, build_state_projecto
 from kvfold.plan import Plan
 from kvfold.runtime.attach import Attachment, attach
 from kvfold.runtime.cache import FoldedCache
-from kvfold.runtime.slots import SlotStore
+from kvfold.runtime.codes import CodeStore
+from kvfold.runtime.slots import CodeSlots, SlotStore
 
 Layers = tuple[int, ...]
 Axes = dict[str, list[dict[str, Any]]]
@@ -465,6 +466,26 @@ def assert_same_state(ours: State, theirs: State) -> int:
     return flipped
 
 
+def storages(cache: FoldedCache) -> int:
+    """Bytes of every distinct storage that a cache can reach."""
+    found: dict[int, int] = {}
+
+    def visit(held: Any) -> None:
+        if isinstance(held, Tensor):
+            storage = held.untyped_storage()
+            found[storage.data_ptr() or id(storage)] = storage.nbytes()
+        elif isinstance(held, (list, tuple)):
+            for value in held:
+                visit(value)
+        elif isinstance(held, dict):
+            visit([value for name, value in held.items() if name != "_sliding_window_tensor"])
+        elif isinstance(held, (CodeStore, CodeSlots, SlotStore)):
+            visit(vars(held))
+
+    visit([[vars(layer) for layer in cache.layers], cache.stores])
+    return sum(found.values())
+
+
 PAD = 5
 """Not the models' own, whose embedding is zero: an unmasked pad would not show."""
 
@@ -489,6 +510,7 @@ def helpers() -> Any:
         run=run,
         last=last,
         padded=padded,
+        storages=storages,
         assert_same=assert_same,
         assert_same_state=assert_same_state,
         state=state,

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.anatomy import attention_module, k_norm_weight
-from kvfold.runtime.codes import CodeStore
 from kvfold.runtime.ledger import plain_bytes, predict_bytes
-from kvfold.runtime.slots import CodeSlots, SlotStore
 
 FLOAT64_AGREEMENT = 1e-9
 
@@ -80,26 +78,6 @@ def _check_readings(made: Any, helpers: Any, first: str, second: str) -> None:
     torch.testing.assert_close(*outputs, atol=FLOAT64_AGREEMENT, rtol=FLOAT64_AGREEMENT)
 
 
-def _storages(cache: Any) -> int:
-    """Bytes of every distinct storage that a cache can reach."""
-    found: dict[int, int] = {}
-
-    def visit(held: Any) -> None:
-        if isinstance(held, Tensor):
-            storage = held.untyped_storage()
-            found[storage.data_ptr() or id(storage)] = storage.nbytes()
-        elif isinstance(held, (list, tuple)):
-            for value in held:
-                visit(value)
-        elif isinstance(held, dict):
-            visit([value for name, value in held.items() if name != "_sliding_window_tensor"])
-        elif isinstance(held, (CodeStore, CodeSlots, SlotStore)):
-            visit(vars(held))
-
-    visit([[vars(layer) for layer in cache.layers], cache.stores])
-    return sum(found.values())
-
-
 @pytest.mark.parametrize("length", [3, 40, 150])
 def test_reported_bytes_are_allocated_bytes_and_as_predicted(
     case: Any, helpers: Any, arch: str, method: str, reading: str, length: int
@@ -110,7 +88,7 @@ def test_reported_bytes_are_allocated_bytes_and_as_predicted(
         cache = attachment.new_cache()
         made.run(helpers.tokens(length, rows=2), cache)
     counted = cache.nbytes()
-    assert counted.total == _storages(cache)
+    assert counted.total == helpers.storages(cache)
     predicted = predict_bytes(made.plan, made.anatomy, length, batch=2, element_size=4)
     # A sliding layer's keys are a view of the last forward's longer tensor in transformers, so
     # the model's own part can be larger than what it needs.

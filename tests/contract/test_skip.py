@@ -226,38 +226,12 @@ def test_bytes_reported_are_bytes_allocated_and_predicted(
             helpers.last(made.model, helpers.tokens(count, rows=rows), cache)
         seen = cache.seen_tokens[0]
         counted = cache.nbytes()
-    storages = {t.untyped_storage().data_ptr(): t for t in _tensors(cache)}
-    assert counted.total == sum(t.untyped_storage().nbytes() for t in storages.values())
+    assert counted.total == helpers.storages(cache)
     size = made.model.dtype.itemsize
     predicted = predict_bytes(
         made.plan.replace(resident=resident), made.anatomy, seen, batch=rows, element_size=size
     )
     assert counted.components == predicted.components
-
-
-def _tensors(held: Any) -> list[torch.Tensor]:
-    """Every tensor that a cache reaches, the model's own left out."""
-    found: list[torch.Tensor] = []
-    seen: set[int] = set()
-    queue = [held.layers, held.stores]
-    while queue:
-        item = queue.pop()
-        if id(item) in seen or isinstance(item, torch.nn.Module):
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, dict):
-            queue.extend(item.values())
-        elif isinstance(item, (list, tuple)):
-            queue.extend(item)
-        elif type(item).__module__.startswith(("kvfold.runtime", "transformers.cache")):
-            queue.extend(
-                value
-                for name, value in vars(item).items()
-                if name not in ("fold", "pipeline", "schedule")
-            )
-    return found
 
 
 @pytest.mark.parametrize(
