@@ -10,8 +10,10 @@ layers' work). A document is sentences, facts, and questions about facts that ca
 |---|---|---|---|
 | `value` | `note : anchor is violet .` | `question : anchor is` | `violet .` |
 | `copy` | `list tango : oak wolf ... end .` | `question : list tango :` | `oak wolf ... end .` |
-| `first` | `the door turned red .` | `question : the door was first` | `red .` |
-| `last` | `the door turned blue .` | `question : the door was last` | `blue .` |
+| `first` | `the door was first red .` | `question : the door was first` | `red .` |
+| `last` | `the door was last blue .` | `question : the door was last` | `blue .` |
+
+Between its first and its last colour a thing may have another: `the door was then green .`
 
 No word means anything outside its sentence: nothing can be answered without the document.
 """
@@ -21,9 +23,8 @@ No word means anything outside its sentence: nothing can be answered without the
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 RecallKind = Literal["value", "copy", "first", "last"]
 RECALL_KINDS: tuple[RecallKind, ...] = get_args(RecallKind)
@@ -74,7 +75,7 @@ GOODS = (
 ADVERBS = "slowly gladly again alone today quickly often later together carefully".split()
 GLUE = (
     ". , : the a and then of in at to with for was is not but because while who he she it they "
-    "his her went came stayed said that note question list end turned first last before after"
+    "his her went came stayed said that note question list end first last before after"
 ).split()
 SPECIAL = ("<pad>", "<doc>")
 
@@ -104,9 +105,24 @@ COPY_LENGTH = 6
 """Words of a list to be copied."""
 MOST_EVENTS = 3
 """Colours that a thing takes in one document."""
+ENDS_EARLY = 0.6
+"""The chance that the second colour is the last."""
+QUESTION_SHARES: dict[RecallKind, int] = {"value": 3, "copy": 1, "first": 2, "last": 2}
+"""How often each kind is asked in training; a copy has six words to learn from, the others one."""
 LONGEST_STATEMENT = 16
 """No statement has more words."""
 MOST_ATTEMPTS = 1000
+
+
+class Answer(NamedTuple):
+    """Where the answer to a question stands, [start, stop), and where the fact has its words.
+
+    Word `start + i` of the document is word `source + i` again.
+    """
+
+    start: int
+    stop: int
+    source: int
 
 
 @dataclass(frozen=True)
@@ -140,14 +156,14 @@ class Document:
     def __init__(self, seed: int | str) -> None:
         self.random = random.Random(seed)  # noqa: S311  made up text, no secret
         self.words: list[str] = ["<doc>"]
-        self.answers: list[tuple[int, int]] = []
-        """Spans of `words` that answer a question."""
+        self.answers: list[Answer] = []
         self._facts: dict[tuple[str, str], _Fact] = {}
         self._cast = self.random.sample(NAMES, 4)
         self._home = {name: self.random.choice(PLACES) for name in self._cast}
         self._work = {name: self.random.choice(JOBS) for name in self._cast}
         self._tool = {name: self.random.choice(GOODS) for name in self._cast}
         self._things: list[str] = []
+        self._finished: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.words)
@@ -193,9 +209,9 @@ class Document:
         return True
 
     def event(self) -> bool:
-        """A thing takes a colour that it has not had; False if all things have had their share."""
+        """A thing takes a colour that it has not had; False if all things have had their last."""
         r = self.random
-        again = [t for t in self._things if len(self._facts["event", t].values) < MOST_EVENTS]
+        again = [t for t in self._things if t not in self._finished]
         fresh = [t for t in THINGS if t not in self._things]
         if not again and not fresh:
             return False
@@ -206,7 +222,11 @@ class Document:
             thing, had = r.choice(fresh), []
             self._things.append(thing)
         colour = r.choice([colour for colour in COLOURS if colour not in had])
-        self._state("event", thing, [colour], f"the {thing} turned {colour} .")
+        order = "then" if had else "first"
+        if had and (len(had) + 1 == MOST_EVENTS or r.random() < ENDS_EARLY):
+            order = "last"
+            self._finished.add(thing)
+        self._state("event", thing, [colour], f"the {thing} was {order} {colour} .")
         return True
 
     def facts(self, kind: RecallKind) -> list[str]:
@@ -215,7 +235,7 @@ class Document:
         return [
             fact.key
             for fact in self._facts.values()
-            if fact.kind == stated and (stated != "event" or len(fact.values) > 1)
+            if fact.kind == stated and (kind != "last" or fact.key in self._finished)
         ]
 
     def ask(self, kind: RecallKind, key: str) -> tuple[str, tuple[str, ...], tuple[int, int]]:
@@ -230,11 +250,11 @@ class Document:
 
     def question(self, kind: RecallKind, key: str) -> None:
         """A question and its answer, as part of the document."""
-        question, answer, _ = self.ask(kind, key)
+        question, answer, (_, stop) = self.ask(kind, key)
         self._say(question)
         start = len(self.words)
         self.words.extend(answer)
-        self.answers.append((start, len(self.words)))
+        self.answers.append(Answer(start, len(self.words), stop - len(answer)))
 
     def _unused(self, kind: str, keys: list[str]) -> str | None:
         left = [key for key in keys if (kind, key) not in self._facts]
@@ -261,8 +281,8 @@ _STATED: dict[RecallKind, Literal["value", "copy", "event"]] = {
 }
 
 
-def training_document(seed: int | str, length: int) -> tuple[list[str], list[tuple[int, int]]]:
-    """A document of `length` words with questions throughout, and the spans of its answers."""
+def training_document(seed: int | str, length: int) -> tuple[list[str], list[Answer]]:
+    """A document of `length` words with questions throughout, and its answers."""
     document = Document(seed)
     r = document.random
     tale = r.choice((0.1, 0.3, 0.6))
@@ -272,14 +292,14 @@ def training_document(seed: int | str, length: int) -> tuple[list[str], list[tup
         elif r.random() < 0.5:
             _state_any(document)
         else:
-            kind = r.choice(RECALL_KINDS)
+            kind = r.choices(RECALL_KINDS, [QUESTION_SHARES[kind] for kind in RECALL_KINDS])[0]
             keys = document.facts(kind)
             if keys:
                 document.question(kind, r.choice(keys))
             else:
                 _state_any(document)
-    spans = [(a, min(b, length)) for a, b in document.answers if a < length]
-    return document.words[:length], spans
+    answers = [a._replace(stop=min(a.stop, length)) for a in document.answers if a.start < length]
+    return document.words[:length], answers
 
 
 def text_document(seed: int | str, length: int) -> list[str]:
@@ -326,14 +346,6 @@ def recall_prompt(
 
 
 _QUESTION_WORDS: dict[RecallKind, int] = {"value": 4, "copy": 5, "first": 6, "last": 6}
-
-
-def training_documents(seed: int, length: int) -> Iterator[tuple[list[str], list[tuple[int, int]]]]:
-    """Training documents without end, each from a seed of its own."""
-    number = 0
-    while True:
-        yield training_document(f"{seed}:{number}", length)
-        number += 1
 
 
 def _state_any(document: Document) -> None:
