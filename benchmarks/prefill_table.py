@@ -68,10 +68,11 @@ KEY_DISPERSION = 0.0
 """Of CED on SmolLM2: least squares as it is. After prompts of 1,024 tokens the default of 0.5
 costs a split of 15 another 3% of perplexity, 1 another 17%: the more keys there are, the more it
 tells that some of the regenerated ones are larger than they should be."""
-HYBRID_WINDOW = 32
-"""Small, so that a replay of the window alone hardly warms a recurrent state."""
+HYBRID_SPLITS = (6, 7)
+"""Half of the layers, and the layers below the next one that attends."""
 HYBRID_LENGTHS = (512, 1024)
-HYBRID_REPLAYS = (HYBRID_WINDOW, 128, 256, 512)
+HYBRID_REPLAYS = (2, 8, 128, 256, 512)
+"""The first two hardly warm a recurrent state, and are the window too."""
 HYBRID_CONTINUATION = 64
 HYBRID_FIT_DOCUMENTS = 96
 METHODS: dict[str, Method] = {"ced": "ced", "ced + csa2": "csa2"}
@@ -97,8 +98,14 @@ class Case(NamedTuple):
     def of(self, addon: AddOnLike) -> AddOnLike:
         """The fitted add-on under this case's plan."""
         if self.replay is None:
-            return with_plan(addon, window=self.window)
-        return with_plan(addon, prefill="skip", replay=self.replay, window=self.window)
+            return with_plan(addon, prefill="full", state_projector=False, window=self.window)
+        return with_plan(
+            addon,
+            prefill="skip",
+            replay=self.replay,
+            window=self.window,
+            state_projector=self.projector,
+        )
 
 
 def book_windows(folder: Path, tokenizer: Any, count: int) -> Tensor:
@@ -190,28 +197,27 @@ class TextBench:
 
 
 def hybrid_cases(fits: Mapping[str, Plan]) -> Iterator[Case]:
-    """Every measurement of the part `hybrid` with an add-on."""
+    """Every measurement of the part `hybrid` with an add-on; the window is the replay up to 256."""
     for name in fits:
-        yield Case(name, None)
+        yield Case(name, None, window=WINDOW)
         for replay in HYBRID_REPLAYS:
-            yield from (Case(name, replay, projector) for projector in (False, True))
+            window = min(replay, WINDOW)
+            yield from (Case(name, replay, projector, window) for projector in (False, True))
 
 
 def hybrid_part(chosen: argparse.Namespace) -> None:
     """Recall of skipped and of replayed facts, and perplexity of tales, on the tiny hybrid."""
     model, tokenizer = models.tiny_hybrid()
     shape = anatomy(model)
-    split = shape.num_layers // 2
     settings = {
         "prompts_of_a_kind": chosen.recall_prompts,
         "continuation": HYBRID_CONTINUATION,
-        "split": split,
-        "window": HYBRID_WINDOW,
         "fit_documents": HYBRID_FIT_DOCUMENTS,
     }
     table = Rows(chosen.out / "hybrid.json", settings)
     plans = {
-        name: depth_plan(shape, method, split, window=HYBRID_WINDOW)
+        f"{name}, split {split}": depth_plan(shape, method, split, window=WINDOW)
+        for split in HYBRID_SPLITS
         for name, method in METHODS.items()
     }
     cases = list(hybrid_cases(plans))
@@ -226,25 +232,23 @@ def hybrid_part(chosen: argparse.Namespace) -> None:
             name = f"{length}: {case.name}"
             if name in table or (case.replay or 0) >= length:
                 continue
-            with attach(model, case.of(fitted[case.fit, case.projector])):
+            read = case.of(fitted[case.fit])
+            # Prompts skip; what follows may be longer than a small replay and runs through all.
+            with attach(model, read, prompt_logits="full"):
                 table.add({"name": name, "replay": case.replay, **exam.sit()}, order)
             print(name, flush=True)
     table.save()
 
 
-def hybrid_fits(
-    model: Any, tokenizer: Any, plans: Mapping[str, Plan]
-) -> dict[tuple[str, bool], AddOnLike]:
-    """Each plan's add-on without and with a state projector."""
+def hybrid_fits(model: Any, tokenizer: Any, plans: Mapping[str, Plan]) -> dict[str, AddOnLike]:
+    """Each plan's add-on, with a state projector that cases may leave out."""
     documents = (training_document(f"fit {n}", 1024)[0] for n in range(HYBRID_FIT_DOCUMENTS))
     train = word_ids(documents, tokenizer)
-    projected = {"prefill": "skip", "state_projector": True}
     return {
-        (name, projector): fit(
-            model, plan.replace(**projected) if projector else plan, train, progress=False
+        name: fit(
+            model, plan.replace(prefill="skip", state_projector=True), train, progress=False
         )
         for name, plan in plans.items()
-        for projector in (False, True)
     }
 
 
@@ -378,7 +382,7 @@ def _hybrid_table(data: dict[str, Any]) -> str:
         rows,
         f"{made['prompts_of_a_kind']} prompts of each kind and length, share of whole answers "
         "with 95% interval; fact skipped, replayed: after it the plain model's on the same "
-        f"prompts; split {made['split']}, 4 anchors, window {made['window']}.",
+        f"prompts; 4 anchors; PPL of {made['continuation']} words after a tale.",
     )
 
 

@@ -161,7 +161,7 @@ def test_the_hybrids_rows_show_the_unrepaired_state_beside_the_repaired(prefill_
     for replay in prefill_table.HYBRID_REPLAYS:
         both = {case.projector for case in cases if case.replay == replay}
         assert both == {False, True}
-    assert prefill_table.HYBRID_WINDOW in prefill_table.HYBRID_REPLAYS
+        assert {case.window for case in cases if case.replay == replay} == {min(replay, 256)}
 
 
 def test_the_cards_rows_differ_in_settings_alone(card_table, hybrid_shape):
@@ -180,7 +180,7 @@ def test_tables_are_written_of_what_was_measured(prefill_table, card_table):
     places = {str(replay): [share, share] for replay in prefill_table.HYBRID_REPLAYS}
     row = {**found, "length": 512, "places": places, "tale_perplexity": 5.0}
     data = {
-        "settings": {"prompts_of_a_kind": 10, "split": 6, "window": 32},
+        "settings": {"prompts_of_a_kind": 10, "continuation": 64},
         "rows": [
             {"name": f"512: {prefill_table.PLAIN}", "replay": None, **row},
             {"name": "512: ced, replay 256", "replay": 256, **row},

@@ -61,7 +61,7 @@ def test_fast_prefill_skips_what_each_kind_of_model_can_spare(
     card_shape, smollm2_shape, tiny_config
 ):
     hybrid, dense = preset("fast-prefill", card_shape), preset("fast-prefill", smollm2_shape)
-    assert (hybrid.prefill, hybrid.split, hybrid.folded_layers) == ("skip", 16, (19, 23, 27, 31))
+    assert (hybrid.prefill, hybrid.split, hybrid.folded_layers) == ("skip", 19, (19, 23, 27, 31))
     assert (dense.prefill, dense.split, dense.folded_layers) == ("skip", 22, tuple(range(22, 30)))
     assert (hybrid.state_projector, dense.state_projector) == (True, False)
     assert hybrid.window == hybrid.replay == 256
