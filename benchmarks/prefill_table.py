@@ -245,9 +245,7 @@ def hybrid_fits(model: Any, tokenizer: Any, plans: Mapping[str, Plan]) -> dict[s
     documents = (training_document(f"fit {n}", 1024)[0] for n in range(HYBRID_FIT_DOCUMENTS))
     train = word_ids(documents, tokenizer)
     return {
-        name: fit(
-            model, plan.replace(prefill="skip", state_projector=True), train, progress=False
-        )
+        name: fit(model, plan.replace(prefill="skip", state_projector=True), train, progress=False)
         for name, plan in plans.items()
     }
 

@@ -57,7 +57,7 @@ def hybrid_addon(hybrid: Any, hybrid_words: Any) -> Any:
         {
             "window": 16,
             "depth": [
-                {"method": "ced", "split": 6, "layers": [7]},
+                {"method": "ced", "split": 7, "layers": [7]},
                 {"method": "csa2", "source": 7, "readers": [11]},
             ],
             "prefill": "skip",
