@@ -3,7 +3,7 @@
 Without a corpus of their own, people get one that every Python brings along: the prose of the
 language reference in `pydoc_data.topics`. Any corpus splits the same way each time into a part to
 fit on and a held-out part that shares no text with it. Everything is read into memory, so what
-is read is bounded.
+is read is bounded. `kvfold.fitting.packing` takes the same sources one document at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvfold.errors import CorpusError, MissingExtraError
 
 Part = Literal["train", "held_out", "all"]
 
+DEFAULT_CORPUS = "pydoc_data.topics"
 HELD_OUT_FRACTION = 0.1
 HELD_OUT_EVERY_TOPIC = 6
 MAX_CHARACTERS = 256 * 1024 * 1024
@@ -36,6 +37,14 @@ CHARACTERS_READ_PER_TOKEN = 16
 
 ENCODING_MARGIN = 64
 """Tokens at the end of a cut text that may differ from the whole text's."""
+
+RECORD_PAIRS = (
+    ("question", "answer"),
+    ("problem", "solution"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+)
+"""Fields of a record that are one text together, the second on a line of its own."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +68,31 @@ def load_corpus(corpus: str | Path | None = None, tokenizer: Any = None) -> Corp
 
     corpus: None for the default; a text file, a JSON-lines file, or a folder of them; or
     `hub:name[@config][:split[:field]]`, a data set of the Hugging Face hub (default split train,
-    field text; its first 16 million characters). JSON lines hold `text`, or `question` and
-    `answer`, or chat `messages`, which need the tokenizer's chat template. Except in the
-    default, which splits by topic, the last tenth is held out. Raises `CorpusError` with the
-    path or record at fault.
+    field text; its first 16 million characters). A record of JSON lines or of a hub data set
+    holds `text`, or one of the pairs of `RECORD_PAIRS` (question and answer, ...), or chat
+    `messages`, which need the tokenizer's chat template. Except in the default, which splits by
+    topic, the last tenth is held out. Raises `CorpusError` with the path or record at fault.
     """
     if corpus is None:
-        return _standard_library()
+        train, held_out = default_documents()
+        return Corpus(DEFAULT_CORPUS, "\n\n".join(train) + "\n", "\n\n".join(held_out) + "\n")
     name = str(corpus)
     text = _read(name, tokenizer)
     if not text.strip():
         raise CorpusError(f"a corpus must have text in it; {name} is empty; name another")
-    cut = _last_part(text)
+    cut = line_after(text, int(len(text) * (1 - HELD_OUT_FRACTION)))
     return Corpus(name, text[:cut], text[cut:])
+
+
+def read_documents(name: str, tokenizer: Any = None) -> list[str]:
+    """The documents of a corpus in its own order, blank ones too; not of the default one.
+
+    A text file is one document, and so is every record of JSON lines and every row of a hub data
+    set. name, tokenizer and errors: as in `load_corpus`.
+    """
+    if name.startswith(HUB_PREFIX):
+        return _read_hub(name, tokenizer)
+    return [text for path in _files(name) for text in _file_documents(path, tokenizer)]
 
 
 def load_text(
@@ -93,6 +114,12 @@ def token_windows(
     out. tokens: stop after this many (rounded down to whole windows). Raises `CorpusError` if
     there is not one whole window, and says how many tokens there are.
     """
+    check_window(window, tokens)
+    return cut_windows(torch.tensor(encode(text, tokenizer, tokens), dtype=torch.int64), window)
+
+
+def check_window(window: int, tokens: int | None) -> None:
+    """Raise `CorpusError` unless a window has a token and `tokens` hold a whole window."""
     if window < 1:
         raise CorpusError(f"a window must have at least 1 token; got {window}")
     if tokens is not None and tokens < window:
@@ -100,14 +127,20 @@ def token_windows(
             f"tokens must be at least one window; got {tokens} tokens with a window of {window}; "
             "raise tokens or lower the window"
         )
-    ids = _encode(text, tokenizer, tokens)
+
+
+def cut_windows(ids: Tensor, window: int) -> Tensor:
+    """Token ids, (tokens,) int64, as windows without overlap: (windows, window).
+
+    A last partial window is left out. Raises `CorpusError` if there is not one whole window.
+    """
     count = len(ids) // window
     if count == 0:
         raise CorpusError(
             f"the text must fill at least one window of {window} tokens; it has {len(ids)} "
             "tokens; use a longer text or a shorter window"
         )
-    return torch.tensor(ids[: count * window], dtype=torch.int64).view(count, window)
+    return ids[: count * window].view(count, window)
 
 
 def calibration_windows(
@@ -132,7 +165,11 @@ def calibration_windows(
     return CalibrationWindows(train, held_out)
 
 
-def _encode(text: str, tokenizer: Any, tokens: int | None) -> list[int]:
+def encode(text: str, tokenizer: Any, tokens: int | None = None) -> list[int]:
+    """The token ids of a text, without special tokens around it.
+
+    tokens: only the first so many, for which not much more of the text is read.
+    """
     length = len(text) if tokens is None else tokens * CHARACTERS_READ_PER_TOKEN
     while True:
         encoded = tokenizer(text[:length], add_special_tokens=False, verbose=False)
@@ -144,9 +181,8 @@ def _encode(text: str, tokenizer: Any, tokens: int | None) -> list[int]:
         length *= 2
 
 
-def _last_part(text: str) -> int:
-    """Where the held-out tenth starts: at a line of its own, or a word if there is none."""
-    start = int(len(text) * (1 - HELD_OUT_FRACTION))
+def line_after(text: str, start: int) -> int:
+    """Where a text can be cut from `start` on: at a line, or else a word, or else just there."""
     for boundary in ("\n", " "):
         found = text.find(boundary, start)
         if 0 <= found < len(text) - 1:
@@ -154,7 +190,8 @@ def _last_part(text: str) -> int:
     return start
 
 
-def _standard_library() -> Corpus:
+def default_documents() -> tuple[list[str], list[str]]:
+    """The default corpus: documents to train on and held-out ones, each the prose of a topic."""
     import pydoc_data.topics
 
     topics: dict[str, str] = pydoc_data.topics.topics
@@ -162,20 +199,22 @@ def _standard_library() -> Corpus:
     held_names = names[::HELD_OUT_EVERY_TOPIC]
     seen: set[str] = set()
     held_out = _prose(topics, held_names, seen)
-    train = _prose(topics, [name for name in names if name not in held_names], seen)
-    return Corpus("pydoc_data.topics", train, held_out)
+    return _prose(topics, [name for name in names if name not in held_names], seen), held_out
 
 
-def _prose(topics: dict[str, str], names: list[str], seen: set[str]) -> str:
-    """The prose paragraphs of some topics, each once: topics repeat each other's sections."""
-    kept = []
+def _prose(topics: dict[str, str], names: list[str], seen: set[str]) -> list[str]:
+    """The prose of each topic that has any, a paragraph once: topics repeat others' sections."""
+    documents = []
     for name in names:
+        kept = []
         for block in re.split(r"\n\s*\n", topics[name]):
             paragraph = " ".join(textwrap.dedent(block).split())
             if _is_prose(paragraph) and paragraph not in seen:
                 seen.add(paragraph)
                 kept.append(paragraph)
-    return "\n\n".join(kept) + "\n"
+        if kept:
+            documents.append("\n\n".join(kept))
+    return documents
 
 
 def _is_prose(paragraph: str) -> bool:
@@ -189,10 +228,18 @@ def _is_prose(paragraph: str) -> bool:
 
 def _read(name: str, tokenizer: Any) -> str:
     if name.startswith(HUB_PREFIX):
-        return _read_hub(name, tokenizer)
+        return "\n\n".join(_read_hub(name, tokenizer))
+    files = _files(name)
+    if files == [Path(name)]:
+        return _file_text(files[0], tokenizer)
+    return "\n\n".join(_file_text(path, tokenizer).rstrip("\n") for path in files) + "\n"
+
+
+def _files(name: str) -> list[Path]:
+    """The file of this name, or those of a folder that are text, sorted and not too many."""
     path = Path(name)
     if path.is_file():
-        return _read_file(path, tokenizer)
+        return [path]
     if not path.is_dir():
         raise CorpusError(
             f"a corpus must be a file, a folder or hub:NAME; there is no {name}; check the path"
@@ -203,13 +250,8 @@ def _read(name: str, tokenizer: Any) -> str:
         raise CorpusError(
             f"a corpus folder must hold files named {', '.join(sorted(known))}; {name} has none"
         )
-    parts: list[str] = []
-    size = 0
-    for file in files:
-        size += file.stat().st_size
-        _check_size(size, name)
-        parts.append(_read_file(file, tokenizer).rstrip("\n"))
-    return "\n\n".join(parts) + "\n"
+    _check_size(sum(file.stat().st_size for file in files), name)
+    return files
 
 
 def _check_size(size: int, name: str) -> None:
@@ -220,7 +262,21 @@ def _check_size(size: int, name: str) -> None:
         )
 
 
-def _read_file(path: Path, tokenizer: Any) -> str:
+def _file_text(path: Path, tokenizer: Any) -> str:
+    documents = _file_documents(path, tokenizer)
+    return "\n\n".join(documents) + "\n" if _has_records(path) else documents[0]
+
+
+def _has_records(path: Path) -> bool:
+    return path.suffix in JSON_LINES_SUFFIXES
+
+
+def _file_documents(path: Path, tokenizer: Any) -> list[str]:
+    text = _decoded(path)
+    return list(_json_lines(text, path, tokenizer)) if _has_records(path) else [text]
+
+
+def _decoded(path: Path) -> str:
     try:
         _check_size(path.stat().st_size, str(path))
         data = path.read_bytes()
@@ -229,14 +285,11 @@ def _read_file(path: Path, tokenizer: Any) -> str:
     if b"\0" in data:
         raise CorpusError(f"a corpus file must be text; {path} is binary (it holds zero bytes)")
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise CorpusError(
             f"a corpus file must be UTF-8 text; {path} is not, at byte {error.start}; convert it"
         ) from None
-    if path.suffix not in JSON_LINES_SUFFIXES:
-        return text
-    return "\n\n".join(_json_lines(text, path, tokenizer)) + "\n"
 
 
 def _json_lines(text: str, path: Path, tokenizer: Any) -> Iterator[str]:
@@ -255,14 +308,16 @@ def _record_text(record: Any, where: str, tokenizer: Any) -> str:
     fields = record if isinstance(record, dict) else {}
     if isinstance(fields.get("text"), str):
         return str(fields["text"])
-    if isinstance(fields.get("question"), str) and isinstance(fields.get("answer"), str):
-        return f"{fields['question']}\n{fields['answer']}"
+    for first, second in RECORD_PAIRS:
+        if isinstance(fields.get(first), str) and isinstance(fields.get(second), str):
+            return f"{fields[first]}\n{fields[second]}"
     if isinstance(fields.get("messages"), list):
         return _chat_text(fields["messages"], where, tokenizer)
     got = ", ".join(map(str, fields)) if fields else type(record).__name__
+    pairs = ", or ".join(" and ".join(pair) for pair in RECORD_PAIRS)
     raise CorpusError(
-        "a record must have text, or question and answer, or messages, as strings; "
-        f"{where} has {got}; rename the field"
+        f"a record must have text, or {pairs}, as strings, or a list of messages; {where} has "
+        f"{got}; rename the field"
     )
 
 
@@ -278,8 +333,8 @@ def _chat_text(messages: list[Any], where: str, tokenizer: Any) -> str:
         raise CorpusError(f"the chat template can't render {where}: {error}") from None
 
 
-def _read_hub(name: str, tokenizer: Any) -> str:
-    """Stream a hub data set until it ends or `HUB_CHARACTERS` are read."""
+def _read_hub(name: str, tokenizer: Any) -> list[str]:
+    """The rows' texts of a hub data set, streamed until it ends or `HUB_CHARACTERS` are read."""
     data_set, _, rest = name.removeprefix(HUB_PREFIX).partition(":")
     split, _, field = rest.partition(":")
     repository, _, config = data_set.partition("@")
@@ -300,7 +355,7 @@ def _read_hub(name: str, tokenizer: Any) -> str:
         raise
     except (OSError, ValueError, LookupError, RuntimeError) as error:
         raise CorpusError(f"the hub data set {name} can't be read: {error}") from error
-    return "\n\n".join(parts)
+    return parts
 
 
 def _hub_text(row: Any, field: str, where: str, tokenizer: Any) -> str:
