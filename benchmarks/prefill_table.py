@@ -221,8 +221,8 @@ def hybrid_part(chosen: argparse.Namespace) -> None:
         for name, method in METHODS.items()
     }
     cases = list(hybrid_cases(plans))
-    fitted = hybrid_fits(model, tokenizer, plans)
     order = [f"{n}: {name}" for n in HYBRID_LENGTHS for name in (PLAIN, *(c.name for c in cases))]
+    fitted: dict[str, AddOnLike] = {}
     for length in HYBRID_LENGTHS:
         exam = Exam(model, tokenizer, length, chosen.recall_prompts)
         name = f"{length}: {PLAIN}"
@@ -232,6 +232,7 @@ def hybrid_part(chosen: argparse.Namespace) -> None:
             name = f"{length}: {case.name}"
             if name in table or (case.replay or 0) >= length:
                 continue
+            fitted = fitted or hybrid_fits(model, tokenizer, plans)
             read = case.of(fitted[case.fit])
             # Prompts skip; what follows may be longer than a small replay and runs through all.
             with attach(model, read, prompt_logits="full"):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvfold.evaluation.recall import recall
 from kvfold.evaluation.tiny_language import (
     RECALL_KINDS,
     VOCABULARY,
@@ -212,19 +213,6 @@ def guidance(attentions: tuple[Tensor | None, ...], sources: Tensor) -> Tensor:
     return -(guided + 1e-4).log().mean()
 
 
-@torch.inference_mode()
-def recall(model: Any, kind: str, length: int) -> float:
-    """The share of held-out prompts whose whole answer is the most likely continuation."""
-    right = 0
-    for number in range(HELD_OUT_PROMPTS):
-        prompt = recall_prompt(f"held out {number}", kind, length)  # type: ignore[arg-type]
-        ids = torch.tensor([[IDS[word] for word in (*prompt.words, *prompt.answer)]])
-        n = len(prompt.answer)
-        best = model(ids, logits_to_keep=n + 1, use_cache=False).logits[0, :-1].argmax(-1)
-        right += bool((best == ids[0, -n:]).all())
-    return right / HELD_OUT_PROMPTS
-
-
 class Gates:
     """Watches the decays of every linear layer during a forward."""
 
@@ -306,10 +294,17 @@ def train(out: Path) -> Any:
             os.replace(saved.with_suffix(".new"), saved)
     model = model.eval().to(torch.bfloat16)
     model.save_pretrained(out)
-    make_tokenizer().save_pretrained(out)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(out)
     model = model.float().eval()
     for length in (512, 1024):
-        shares = {kind: recall(model, kind, length) for kind in RECALL_KINDS}
+        prompts = [
+            recall_prompt(f"held out {number}", kind, length)
+            for kind in RECALL_KINDS
+            for number in range(HELD_OUT_PROMPTS)
+        ]
+        kinds = recall(model, prompts, tokenizer).by_kind()
+        shares = {kind: share.value for kind, share in kinds.items()}
         log.add(step=len(steps), length=length, prompts=HELD_OUT_PROMPTS, recall=shares)
     return model
 

@@ -109,8 +109,8 @@ def _folder_of(name: str | Path) -> str:
     if _is(name, TINY_HYBRID):
         if not _is_complete(TINY_HYBRID_FOLDER):
             raise ModelNotFoundError(
-                f"the weights of {TINY_HYBRID} must be in {TINY_HYBRID_FOLDER}; this kvfold comes "
-                "without them; train them with training/tiny_hybrid.py, or name another model"
+                f"the weights of {TINY_HYBRID} must be in {TINY_HYBRID_FOLDER}, and some are "
+                "missing; install kvfold again, or name another model"
             )
         return str(TINY_HYBRID_FOLDER)
     return str(name)

@@ -13,7 +13,6 @@ import torch
 
 import kvfold
 from kvfold.anatomy import text_decoder
-from kvfold.errors import ModelNotFoundError
 from kvfold.evaluation.continuation import continuation_loss
 from kvfold.evaluation.recall import recall
 from kvfold.evaluation.tiny_language import (
@@ -34,10 +33,7 @@ SAME = 1e-3
 @pytest.fixture(scope="module")
 def hybrid() -> tuple[Any, Any]:
     """The trained tiny hybrid and its tokenizer."""
-    try:
-        return kvfold.models.tiny_hybrid()
-    except ModelNotFoundError:
-        pytest.skip("the tiny hybrid's weights are not here; training/tiny_hybrid.py makes them")
+    return kvfold.models.tiny_hybrid()
 
 
 @pytest.fixture(scope="module")

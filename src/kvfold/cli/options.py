@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 WIDTH = 100
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="smollm2-135m (embedded), a folder or a hub id.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="smollm2-135m (embedded), tiny-hybrid (trained on a made-up language), a folder or a "
+        "hub id.",
+    ),
 ]
 AddOnOption = Annotated[
     list[str],

@@ -26,6 +26,7 @@ from kvfold.fitting.attention_output import (
     whole_slots,
 )
 from kvfold.fitting.gram import exact_dtype
+from kvfold.fitting.seeds import drawn_order
 from kvfold.methods import Activations, Pipeline, PoolGate, Source
 from kvfold.plan import Plan
 from kvfold.runtime.capture import capture
@@ -110,8 +111,7 @@ def train_gates(
 def _row(tokens: Tensor, number: int, seed: int) -> Tensor:
     """A row of the text, (1, seq): each once in a drawn order, then again in another."""
     turn, place = divmod(number, len(tokens))
-    generator = torch.Generator().manual_seed(seed + turn)
-    chosen = int(torch.randperm(len(tokens), generator=generator)[place])
+    chosen = int(drawn_order(len(tokens), seed + turn)[place])
     return tokens[chosen : chosen + 1]
 
 
@@ -248,9 +248,8 @@ class GateTrainer:
 
     def _positions(self, pipeline: Pipeline, window: int, like: Tensor) -> Tensor:
         first = first_with_history(self.plan.replace(window=window), pipeline, self.seq)
-        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.done)
-        count = min(self.settings.queries, self.seq - first)
-        drawn = torch.randperm(self.seq - first, generator=generator)[:count]
+        order = drawn_order(self.seq - first, self.settings.seed * 1_000_003 + self.done)
+        drawn = order[: self.settings.queries]
         return (first + drawn.sort().values).to(like.device)
 
     @torch.no_grad()
