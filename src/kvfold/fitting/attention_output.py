@@ -31,21 +31,6 @@ def attention_sources(layers: tuple[int, ...]) -> frozenset[Source]:
     )
 
 
-def whole_slots(pipeline: Pipeline, records: Tensor, anchors: int) -> Tensor:
-    """Codes of every whole group behind the anchors: (batch, slots, code_width).
-
-    records: (batch, seq, record_width) of rows from their first token on.
-    """
-    group = pipeline.group
-    count = max(0, records.shape[1] - anchors) // group
-    whole = records[:, anchors : anchors + group * count]
-    if not pipeline.overlap:
-        return pipeline.slots(whole)
-    lead = torch.zeros_like(whole[:, :1]).expand(-1, group, -1)
-    has_before = torch.arange(count, device=records.device)[None] > 0
-    return pipeline.slots(torch.cat([lead, whole], dim=1), has_before)
-
-
 class _Near(NamedTuple):
     """Attention over exact tokens only: log of the softmax's sum, and its output.
 
@@ -127,7 +112,7 @@ class LayerAttention:
         """Output over anchors, window and slots: (batch, queries, hidden), with gradients.
 
         fold: this layer, with the pipeline that made the slots. codes: (batch, slots, code_width)
-        from `whole_slots`. window: in place of the plan's.
+        from `Pipeline.whole_slots`. window: in place of the plan's.
         """
         pipeline = fold.pipeline
         window = plan.window if window is None else window

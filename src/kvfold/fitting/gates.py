@@ -23,7 +23,6 @@ from kvfold.fitting.attention_output import (
     LayerAttention,
     attention_sources,
     first_with_history,
-    whole_slots,
 )
 from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.seeds import drawn_order
@@ -229,7 +228,7 @@ class GateTrainer:
         losses: dict[int, float],
     ) -> Tensor:
         window = self.windows[self.done % len(self.windows)]
-        codes = whole_slots(pipeline, pipeline.records(exact), self.plan.anchors)
+        codes = pipeline.whole_slots(pipeline.records(exact), self.plan.anchors)
         positions = self._positions(pipeline, window, codes)
         total = codes.new_zeros(())
         for layer in pipeline.layers:

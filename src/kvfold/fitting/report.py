@@ -20,7 +20,6 @@ from kvfold.fitting.attention_output import (
     LayerAttention,
     attention_sources,
     first_with_history,
-    whole_slots,
 )
 from kvfold.fitting.gram import Moments, exact_dtype
 from kvfold.fitting.tasks import target_of
@@ -102,7 +101,7 @@ def report_fit(
             made = records[pipeline]
             decoded = pipeline.depth.decode(layer, made[..., : pipeline.depth.code_width])
             _add_explained(report, shape, plan.anchors, exact, decoded)
-            _add_attention(report, model, plan, exact, whole_slots(pipeline, made, plan.anchors))
+            _add_attention(report, model, plan, exact, pipeline.whole_slots(made, plan.anchors))
     layers = {str(layer): reports[layer].to_dict() for layer in sorted(reports)}
     cosines = [r.cosine / r.queries for r in reports.values() if r.queries]
     return {

@@ -116,6 +116,19 @@ class Pipeline(nn.Module):
         before = codes[:, :-1], scores[:, :-1]
         return self.sequence.average(codes[:, 1:], scores[:, 1:], before, has_before)
 
+    def whole_slots(self, records: Tensor, anchors: int) -> Tensor:
+        """Codes of every whole group behind the anchors: (batch, slots, code_width).
+
+        records: (batch, seq, record_width) of rows from their first token on.
+        """
+        count = max(0, records.shape[1] - anchors) // self.group
+        whole = records[:, anchors : anchors + self.group * count]
+        if not self.overlap:
+            return self.slots(whole)
+        lead = torch.zeros_like(whole[:, :1]).expand(-1, self.group, -1)
+        has_before = torch.arange(count, device=records.device)[None] > 0
+        return self.slots(torch.cat([lead, whole], dim=1), has_before)
+
     def slot_bias(self, layer: int) -> Tensor | None:
         """What is added to a layer's logits of slots: (query heads,), or None for nothing."""
         return None if self.sequence is None else self.sequence.slot_bias(layer)

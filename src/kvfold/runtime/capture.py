@@ -31,17 +31,18 @@ class _CapturedAllError(Exception):
 
 
 class _Collector:
-    """Takes tensors by key, and stops the forward when none is missing."""
+    """Takes tensors by key, and stops the forward when none is missing, if told so."""
 
-    def __init__(self, wanted: Collection[Source]) -> None:
+    def __init__(self, wanted: Collection[Source], *, stops: bool) -> None:
         self.missing = set(wanted)
+        self.stops = stops
         self.taken: dict[Source, Tensor] = {}
 
     def take(self, key: Source, tensor: Tensor) -> None:
         _check_finite(key, tensor)
         self.taken[key] = tensor.detach()
         self.missing.discard(key)
-        if not self.missing:
+        if self.stops and not self.missing:
             raise _CapturedAllError
 
 
@@ -57,7 +58,27 @@ def capture(
     """
     if not sources:
         return {}
-    collector = _Collector(sources)
+    return _run(model, anatomy, sources, input_ids, stops=True)[0]
+
+
+@torch.no_grad()
+def plain_pass(
+    model: Any, anatomy: Anatomy, sources: Collection[Source], input_ids: Tensor
+) -> tuple[Activations, Tensor]:
+    """The plain model's activations and its final hidden states, from one forward.
+
+    sources, input_ids and the activations: as in `capture`. The final hidden states are (batch,
+    seq, hidden), after the final norm. Raises `FitError` as `capture` does.
+    """
+    activations, hidden = _run(model, anatomy, sources, input_ids, stops=False)
+    assert hidden is not None
+    return activations, hidden
+
+
+def _run(
+    model: Any, anatomy: Anatomy, sources: Collection[Source], input_ids: Tensor, *, stops: bool
+) -> tuple[Activations, Tensor | None]:
+    collector, hidden = _Collector(sources, stops=stops), None
     require_plain(model)
     decoder = text_decoder(model)
     device = next(decoder.parameters()).device
@@ -65,14 +86,14 @@ def capture(
         for source in sources:
             stack.enter_context(_tap(model, anatomy, source, collector))
         with suppress(_CapturedAllError):
-            decoder(input_ids=input_ids.to(device), use_cache=False)
+            hidden = decoder(input_ids=input_ids.to(device), use_cache=False).last_hidden_state
     if collector.missing:
         raise FitError(
             "every activation that the fit needs must come up in the model's forward; "
             f"{', '.join(str(source) for source in collector.missing)} did not: the model runs its "
             "layers in another way than its architecture's plain implementation"
         )
-    return dict(collector.taken)
+    return dict(collector.taken), hidden
 
 
 def _taker(collector: _Collector, key: Source) -> Callable[[Tensor], None]:
