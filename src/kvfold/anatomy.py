@@ -21,6 +21,9 @@ from kvfold.errors import AttachError, UnsupportedModelError
 
 LayerKind = Literal["full_attention", "sliding_attention", "linear_attention"]
 KNormKind = Literal["none", "rms", "rms_plus_one"]
+ProjectionName = Literal["q", "k", "v", "o"]
+"""A linear map of an attention module: to its queries (with the output gate, where one map makes
+both), keys and values, and from its heads to its output."""
 
 STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Rotary variants whose frequencies never change with the length of the text."""
@@ -67,22 +70,25 @@ def _gated_projections(attention: Any, hidden: Tensor) -> Projections:
     )
 
 
-def _separate_keys_values(attention: Any) -> tuple[tuple[nn.Module, int], tuple[nn.Module, int]]:
-    return (attention.k_proj, 0), (attention.v_proj, 0)
+def _separate_rows(attention: Any, name: ProjectionName) -> tuple[nn.Module, int]:
+    return getattr(attention, f"{name}_proj"), 0
 
 
-def _fused_keys_values(attention: Any) -> tuple[tuple[nn.Module, int], tuple[nn.Module, int]]:
+def _fused_rows(attention: Any, name: ProjectionName) -> tuple[nn.Module, int]:
+    if name == "o":
+        return attention.o_proj, 0
     kv_width = attention.num_key_value_heads * attention.head_dim
     total = attention.qkv_proj.out_features
-    return (attention.qkv_proj, total - 2 * kv_width), (attention.qkv_proj, total - kv_width)
+    start = {"q": 0, "k": total - 2 * kv_width, "v": total - kv_width}[name]
+    return attention.qkv_proj, start
 
 
 @dataclass(frozen=True)
 class Family:
     """One architecture: its configuration names and how its attention modules are made.
 
-    `project` computes the `Projections` of an attention module; `keys_values` names the modules
-    whose outputs hold the keys and the values, each with the first column to read.
+    `project` computes the `Projections` of an attention module; `rows` names the module that makes
+    one projection, with the first of its output columns that belongs to it.
     """
 
     name: str
@@ -90,10 +96,12 @@ class Family:
     k_norm: KNormKind = "none"
     output_gate: bool = False
     project: Callable[[Any, Tensor], Projections] = _separate_projections
-    keys_values: Callable[[Any], tuple[tuple[nn.Module, int], tuple[nn.Module, int]]] = (
-        _separate_keys_values
-    )
+    rows: Callable[[Any, ProjectionName], tuple[nn.Module, int]] = _separate_rows
     rotary_by_layer_type: bool = False
+
+    def keys_values(self, attention: Any) -> tuple[tuple[nn.Module, int], tuple[nn.Module, int]]:
+        """The `rows` of an attention module's keys and of its values."""
+        return self.rows(attention, "k"), self.rows(attention, "v")
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -118,7 +126,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("Gemma 3", ("gemma3", "gemma3_text"), k_norm="rms_plus_one", rotary_by_layer_type=True),
     Family("SmolLM3", ("smollm3",)),
-    Family("Phi-3", ("phi3",), project=_fused_projections, keys_values=_fused_keys_values),
+    Family("Phi-3", ("phi3",), project=_fused_projections, rows=_fused_rows),
 )
 
 
@@ -179,6 +187,16 @@ class Anatomy:
     def rope_is_static(self) -> bool:
         """Whether a position always gets the same rotation, however long the text."""
         return self.rope_type in STATIC_ROPE_TYPES
+
+    def projection_widths(self, layer: int, name: ProjectionName) -> tuple[int, int]:
+        """Inputs and outputs of one projection of an attention layer, in values per token."""
+        like = self.layers[layer]
+        heads_width = like.heads * like.head_dim
+        if name == "o":
+            return heads_width, self.hidden_size
+        if name == "q":
+            return self.hidden_size, heads_width * (2 if like.output_gate else 1)
+        return self.hidden_size, like.kv_width
 
     def bytes_per_token(self, element_size: int = 2) -> int:
         """Bytes that one more token costs in the plain cache (sliding layers still growing)."""

@@ -25,11 +25,23 @@ from kvfold.plan_entries import (
     Frozen,
     Identity,
     Latent,
+    LoraEntry,
     Pool,
     Turboquant,
 )
 
-__all__ = ["Ced", "Csa2", "DepthEntry", "Drop", "Identity", "Latent", "Plan", "Pool", "Turboquant"]
+__all__ = [
+    "Ced",
+    "Csa2",
+    "DepthEntry",
+    "Drop",
+    "Identity",
+    "Latent",
+    "LoraEntry",
+    "Plan",
+    "Pool",
+    "Turboquant",
+]
 
 Prefill = Literal["full", "skip"]
 PrefillAttention = Literal["exact", "folded"]
@@ -51,6 +63,9 @@ class Plan(Frozen):
     there, which the depth axis makes of earlier layers). state_projector: start the recurrent
     states of upper linear-attention layers from what is predicted of the skipped tokens, instead
     of from nothing.
+
+    lora: low-rank terms on projections of attention layers, trained with the rest of the add-on
+    and acting whenever it is attached; None for none.
     """
 
     version: Literal[1] = 1
@@ -64,6 +79,7 @@ class Plan(Frozen):
     prefill: Prefill = "full"
     replay: Annotated[Count, Field(ge=1)] = 256
     state_projector: bool = False
+    lora: LoraEntry | None = None
 
     @field_validator("depth", "sequence", "bits", mode="before")
     @classmethod
@@ -79,6 +95,14 @@ class Plan(Frozen):
         """Every layer that some entry of some axis names, in order."""
         entries = (*self.depth, *self.sequence, *self.bits)
         return tuple(sorted({layer for entry in entries for layer in entry.layers}))
+
+    @property
+    def lora_layers(self) -> tuple[int, ...]:
+        """The layers that `lora` adapts, in order; none without it."""
+        if self.lora is None:
+            return ()
+        named = self.folded_layers if self.lora.layers is None else self.lora.layers
+        return tuple(sorted(named))
 
     @property
     def split(self) -> int | None:
@@ -102,8 +126,8 @@ class Plan(Frozen):
         return 1
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data, defaults included."""
-        return self.model_dump(mode="json")
+        """The plan as plain data, defaults included, but for a `lora` that is not there."""
+        return self.model_dump(mode="json", exclude={"lora"} if self.lora is None else None)
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -162,7 +186,10 @@ class Plan(Frozen):
         return Plan.from_dict({**self.to_dict(), **changes})
 
     def without_history(self) -> Plan:
-        """The same exact tokens of the same layers, the history dropped: recovery's yardstick."""
+        """The same exact tokens of the same layers, the history dropped: recovery's yardstick.
+
+        It has no LoRA, so that what the history is worth does not depend on what was trained.
+        """
         groups: dict[int, list[int]] = {}
         for layer in self.folded_layers:
             groups.setdefault(self.group_of(layer), []).append(layer)
@@ -171,7 +198,7 @@ class Plan(Frozen):
         ]
         window = max(1, self.window)
         kept = {"window": window, "resident": "auto", "prefill": "full", "state_projector": False}
-        return self.replace(depth=drops, sequence=(), bits=(), **kept)
+        return self.replace(depth=drops, sequence=(), bits=(), lora=None, **kept)
 
     def check(self, anatomy: Anatomy) -> None:
         """Raise `PlanError` unless the model has every layer, in the order the plan needs."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvfold.anatomy import Anatomy
 from kvfold.errors import PlanError
-from kvfold.plan_entries import Ced, Csa2, DepthEntry, Drop, Latent, Pool, Turboquant
+from kvfold.plan_entries import Ced, Csa2, DepthEntry, Drop, Latent, LoraEntry, Pool, Turboquant
 
 
 class PlanLike(Protocol):
@@ -45,6 +45,14 @@ class PlanLike(Protocol):
         """Whether states of skipped linear-attention layers are predicted."""
 
     @property
+    def lora(self) -> LoraEntry | None:
+        """Low-rank terms on projections."""
+
+    @property
+    def lora_layers(self) -> tuple[int, ...]:
+        """The layers that `lora` adapts."""
+
+    @property
     def split(self) -> int | None:
         """How many layers a skipped token runs through."""
 
@@ -68,6 +76,44 @@ def check_plan(plan: PlanLike, anatomy: Anatomy) -> None:
         _check_skip(plan, anatomy)
     if plan.state_projector:
         _check_state_projector(plan, anatomy)
+    if plan.lora is not None:
+        _check_lora(plan.lora, plan.lora_layers, anatomy)
+
+
+def _check_lora(entry: LoraEntry, layers: tuple[int, ...], anatomy: Anatomy) -> None:
+    """Each layer once, and with projections of attention."""
+    if not layers:
+        raise PlanError(
+            "lora adapts the layers that some entry of an axis names, and the plan names none; "
+            "give lora its own layers, or leave it out"
+        )
+    _check_exist("lora", layers, anatomy)
+    attending = [n.index for n in anatomy.layers if n.kind != "linear_attention"]
+    for layer in layers:
+        if layer not in attending:
+            raise PlanError(
+                f"lora names layer {layer}, which is a linear_attention layer; only attention "
+                f"layers have the projections {', '.join(entry.targets)}: {attending}"
+            )
+    for layer in layers:
+        for target in entry.targets:
+            most = min(anatomy.projection_widths(layer, target))
+            if entry.rank > most:
+                raise PlanError(
+                    f"lora's rank must be at most {most}, the smaller width of projection "
+                    f"{target} of layer {layer}; got {entry.rank}; lower it"
+                )
+
+
+def _check_exist(method: str, layers: Sequence[int], anatomy: Anatomy) -> None:
+    for layer in layers:
+        if not 0 <= layer < anatomy.num_layers:
+            raise PlanError(
+                f"{method} names layer {layer}, but the model has layers 0 to "
+                f"{anatomy.num_layers - 1} (numbers are 0-based)"
+            )
+    if len(set(layers)) != len(layers):
+        raise PlanError(f"{method} names a layer twice: {list(layers)}")
 
 
 def _split_of(plan: PlanLike, what: str) -> int:
@@ -173,20 +219,14 @@ def _check_axis(
 
 
 def _check_layers(entry: DepthEntry | Pool | Turboquant, anatomy: Anatomy) -> None:
+    _check_exist(entry.method, entry.layers, anatomy)
     for layer in entry.layers:
-        if not 0 <= layer < anatomy.num_layers:
-            raise PlanError(
-                f"{entry.method} names layer {layer}, but the model has layers 0 to "
-                f"{anatomy.num_layers - 1} (numbers are 0-based)"
-            )
         kind = anatomy.layers[layer].kind
         if kind != "full_attention":
             raise PlanError(
                 f"{entry.method} names layer {layer}, which is a {kind} layer; only "
                 f"full-attention layers can be folded: {list(anatomy.foldable_layers)}"
             )
-    if len(set(entry.layers)) != len(entry.layers):
-        raise PlanError(f"{entry.method} names a layer twice: {list(entry.layers)}")
 
 
 def _check_entry(entry: DepthEntry, anatomy: Anatomy) -> None:

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
+from kvfold.anatomy import ProjectionName
+
 Layers = Annotated[tuple[StrictInt, ...], Field(min_length=1)]
 Count = Annotated[StrictInt, Field(ge=0, le=2**24)]
 """A number of tokens or layers; bounded, so that a slip of the hand can't ask for terabytes."""
@@ -138,3 +140,29 @@ class Turboquant(Frozen):
     key_bits: Annotated[StrictInt, Field(ge=1, le=8)] = 8
     value_bits: Annotated[StrictInt, Field(ge=1, le=8)] = 4
     seed: Annotated[StrictInt, Field(ge=0, lt=2**31)] = 0
+
+
+class LoraEntry(Frozen):
+    """Low-rank terms on projections of attention layers: `W x + (alpha / rank) * B A x`.
+
+    rank: rows of A. alpha: twice the rank where none is given, so that what is added has the same
+    size for every rank. targets: which projections: of queries, keys, values and outputs. `q` is
+    also the output gate where one projection makes both. layers: every layer that an entry of
+    an axis names where none are given.
+    """
+
+    rank: Annotated[StrictInt, Field(ge=1, le=2**16)]
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    targets: Annotated[tuple[ProjectionName, ...], Field(min_length=1)] = ("q", "o")
+    layers: Layers | None = None
+
+    @property
+    def scale(self) -> float:
+        """What `B A x` is multiplied by."""
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+    @model_validator(mode="after")
+    def _targets_are_distinct(self) -> LoraEntry:
+        if len(set(self.targets)) != len(self.targets):
+            raise ValueError(f"targets name a projection twice: {list(self.targets)}")
+        return self

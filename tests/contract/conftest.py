@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.anatomy import Anatomy, anatomy
-from kvfold.methods import StateProjector, build_pipelines, build_state_projector
+from kvfold.methods import (
+    Lora,
+    StateProjector,
+    build_lora,
+    build_pipelines,
+    build_state_projector,
+)
 from kvfold.plan import Plan
 from kvfold.runtime.attach import Attachment, attach
 from kvfold.runtime.cache import FoldedCache
@@ -266,6 +272,7 @@ class RandomAddOn:
     plan: Plan
     pipelines: nn.ModuleList
     state_projector: StateProjector | None = None
+    lora: Lora | None = None
 
     def check_base(self, model: Any) -> None:
         """Any model will do."""
@@ -276,12 +283,14 @@ def random_addon(model: Any, plan: Plan, seed: int = 0) -> RandomAddOn:
     pipelines = build_pipelines(plan, anatomy(model))
     projector = build_state_projector(plan, anatomy(model))
     generator = torch.Generator().manual_seed(seed)
-    weights = [*pipelines.parameters(), *(projector.parameters() if projector else ())]
+    lora = build_lora(plan, anatomy(model))
+    parts = (part for part in (pipelines, projector, lora) if part is not None)
+    weights = [weight for part in parts for weight in part.parameters()]
     for parameter in weights:
         fan_in = parameter.shape[-1] if parameter.dim() > 1 else 4
         drawn = torch.randn(parameter.shape, generator=generator) / fan_in**0.5
         parameter.data = drawn.to(model.dtype)
-    return RandomAddOn(plan, pipelines, projector)
+    return RandomAddOn(plan, pipelines, projector, lora)
 
 
 @dataclass

@@ -22,6 +22,7 @@ class BareAddOn:
     plan: Plan
     pipelines: nn.ModuleList
     state_projector: None = None
+    lora: None = None
 
     def check_base(self, model: Any) -> None:
         """Every model will do."""

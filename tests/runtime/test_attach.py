@@ -27,6 +27,7 @@ class Bare:
     """A plan with unfitted methods."""
 
     state_projector = None
+    lora = None
 
     def __init__(self, model: Any, depth: Any, **keys: Any) -> None:
         self.plan = Plan.from_dict({"anchors": 2, "window": 4, **keys, "depth": depth})

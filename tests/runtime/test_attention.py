@@ -21,6 +21,7 @@ class RandomWeights:
     """One layer's own keys and values through a random code, so that slots differ from them."""
 
     state_projector = None
+    lora = None
 
     def __init__(self, model: Any, layer: int, **keys: Any) -> None:
         depth = [{"method": "latent", "layers": [layer], "rank": 24}]

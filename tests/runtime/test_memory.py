@@ -36,6 +36,7 @@ class Untrained:
     """Zero weights; only sizes count here."""
 
     state_projector = None
+    lora = None
 
     def __init__(self, model: Any, reading: str) -> None:
         layers = list(anatomy(model).foldable_layers)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from kvfold.methods import StateProjector
+from kvfold.methods import Lora, StateProjector
 from kvfold.plan import Plan
 from kvfold.runtime.attach import AddOnLike
 
@@ -23,6 +23,7 @@ class Candidate:
     plan: Plan
     pipelines: nn.ModuleList
     state_projector: StateProjector | None
+    lora: Lora | None
     origin: AddOnLike
 
     def check_base(self, model: Any) -> None:
@@ -54,4 +55,4 @@ def with_plan(addon: AddOnLike, **changes: Any) -> AddOnLike:
     if not chosen:
         return addon
     plan = addon.plan.replace(**chosen)
-    return Candidate(plan, addon.pipelines, addon.state_projector, addon)
+    return Candidate(plan, addon.pipelines, addon.state_projector, addon.lora, addon)

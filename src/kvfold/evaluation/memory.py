@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvfold.anatomy import Anatomy
-from kvfold.methods import build_pipelines, build_state_projector
+from kvfold.methods import build_lora, build_pipelines, build_state_projector
 from kvfold.plan import Plan
 from kvfold.runtime.ledger import Ledger, plain_bytes, predict_bytes
 
@@ -91,9 +91,10 @@ def memory_at(plan: Plan | None, anatomy: Anatomy, lengths: tuple[int, ...]) -> 
 def addon_bytes(plan: Plan, anatomy: Anatomy) -> int:
     """Bytes of the weights that an add-on of this plan has, in bfloat16."""
     with torch.device("meta"):
-        projector = build_state_projector(plan, anatomy)
-        parts = [build_pipelines(plan, anatomy), *([] if projector is None else [projector])]
-    return ELEMENT_SIZE * sum(weight.numel() for part in parts for weight in part.parameters())
+        parts = [build(plan, anatomy) for build in (build_state_projector, build_lora)]
+        parts.append(build_pipelines(plan, anatomy))
+    weights = (weight for part in parts if part is not None for weight in part.parameters())
+    return ELEMENT_SIZE * sum(weight.numel() for weight in weights)
 
 
 def _memory(plan: Plan | None, anatomy: Anatomy, tokens: int, weights: int) -> Memory:

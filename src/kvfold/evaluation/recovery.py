@@ -17,9 +17,13 @@ LEAST_WORTH = 1e-3
 
 
 def without_history(addon: AddOnLike, anatomy: Anatomy) -> Candidate:
-    """The yardstick beside an add-on: same anchors, window and layers, history dropped."""
+    """The yardstick beside an add-on: same anchors, window and layers, history dropped.
+
+    It runs the base's own weights, without the add-on's low-rank terms: what the history is worth
+    is a property of the model, and training must not be able to raise it.
+    """
     plan = addon.plan.without_history()
-    return Candidate(plan, build_pipelines(plan, anatomy), None, addon)
+    return Candidate(plan, build_pipelines(plan, anatomy), None, None, addon)
 
 
 def history_recovery(dropped_loss: float, folded_loss: float, base_loss: float) -> float | None:

@@ -36,11 +36,13 @@ from kvfold.methods import (
     Activations,
     Source,
     StateProjector,
+    build_lora,
     build_pipelines,
     build_state_projector,
     depth_methods,
 )
 from kvfold.plan import Plan
+from kvfold.runtime.adapters import check_projections
 from kvfold.runtime.capture import capture
 from kvfold.store.addon import AddOn
 from kvfold.store.fingerprint import Fingerprint
@@ -71,7 +73,8 @@ def fit(
     has R^2 and attention-output cosine on them. ridge: see `kvfold.fitting.ridge`.
     key_dispersion: see `kvfold.fitting.dispersion`; 0 for plain least squares. gates: how pooling
     gates are trained, see `kvfold.fitting.gates`; they want windows of 1,024 tokens or more.
-    batch: windows in one forward. checkpoint: a file to go on from and to write every
+    Low-rank terms (the plan's lora) are left at their start, which changes nothing. batch: windows
+    in one forward. checkpoint: a file to go on from and to write every
     `checkpoint_every` batches; it is deleted at the end. The model is left as it was; the add-on
     has its dtype and device.
 
@@ -80,6 +83,9 @@ def fit(
     """
     shape = anatomy(model)
     pipelines, projector = build_pipelines(plan, shape), build_state_projector(plan, shape)
+    lora = build_lora(plan, shape)
+    if lora is not None:
+        check_projections(model, lora)
     fingerprint = Fingerprint.of(model)
     decoder = text_decoder(model)
     first = next(decoder.parameters())
@@ -108,8 +114,9 @@ def fit(
             report.update(report_fit(model, plan, pipelines, held_out, batch=batch))
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
-    modules.to(first.dtype).requires_grad_(False)
-    return AddOn(plan, pipelines, fingerprint, report, projector)
+    return AddOn(plan, pipelines, fingerprint, report, projector, lora).to(
+        device=first.device, dtype=first.dtype
+    )
 
 
 @dataclass

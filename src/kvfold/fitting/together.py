@@ -24,8 +24,9 @@ from kvfold.fitting.gates import GateSettings, GateTrainer, gate_of, train_gates
 from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.ridge import DEFAULT_RIDGE
 from kvfold.fitting.tasks import ComponentsTask, HasProblems, Task, stages, tasks_of_stage
-from kvfold.methods import Source, build_pipelines, build_state_projector, depth_methods
+from kvfold.methods import Source, build_lora, build_pipelines, build_state_projector, depth_methods
 from kvfold.plan import Plan
+from kvfold.runtime.adapters import check_projections
 from kvfold.runtime.capture import capture
 from kvfold.store.addon import AddOn
 from kvfold.store.fingerprint import Fingerprint
@@ -55,6 +56,9 @@ def fit_together(
     pipelines = {
         name: build_pipelines(plan, shape).to(first.device, wide) for name, plan in plans.items()
     }
+    loras = {name: build_lora(plan, shape) for name, plan in plans.items()}
+    for lora in filter(None, loras.values()):
+        check_projections(model, lora)
     projectors = {name: build_state_projector(plan, shape) for name, plan in plans.items()}
     members: dict[str, list[HasProblems]] = {
         name: list(depth_methods(made)) for name, made in pipelines.items()
@@ -79,9 +83,6 @@ def fit_together(
     fingerprint = Fingerprint.of(model)
     with frozen(model):
         kept = {n: set_kept(model, plan, projectors[n], tokens) for n, plan in plans.items()}
-    for made in (*pipelines.values(), *projectors.values()):
-        if made is not None:
-            made.to(first.dtype).requires_grad_(False)
     return {
         name: AddOn(
             plan,
@@ -97,7 +98,8 @@ def fit_together(
                 **kept[name],
             },
             projectors[name],
-        )
+            loras[name],
+        ).to(device=first.device, dtype=first.dtype)
         for name, plan in plans.items()
     }
 

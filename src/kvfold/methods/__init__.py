@@ -12,12 +12,18 @@ from kvfold.methods.base import (
     Regression,
     Source,
 )
-from kvfold.methods.build import build_pipelines, build_state_projector, rebuilt_pipelines
+from kvfold.methods.build import (
+    build_lora,
+    build_pipelines,
+    build_state_projector,
+    rebuilt_pipelines,
+)
 from kvfold.methods.ced import CedFold, CedMaps
 from kvfold.methods.csa2 import Csa2Fold
 from kvfold.methods.drop import DropFold
 from kvfold.methods.identity import IdentityFold
 from kvfold.methods.latent import LatentFold, unit_rms_heads
+from kvfold.methods.lora import Lora, LowRank
 from kvfold.methods.pipeline import Bits, Pipeline, depth_methods
 from kvfold.methods.pool import PoolGate
 from kvfold.methods.state_projector import StateProjector
@@ -35,12 +41,15 @@ __all__ = [
     "DropFold",
     "IdentityFold",
     "LatentFold",
+    "Lora",
+    "LowRank",
     "Pipeline",
     "PoolGate",
     "Problem",
     "Regression",
     "Source",
     "StateProjector",
+    "build_lora",
     "build_pipelines",
     "build_state_projector",
     "depth_methods",

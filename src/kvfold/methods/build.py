@@ -14,6 +14,7 @@ from kvfold.methods.csa2 import Csa2Fold
 from kvfold.methods.drop import DropFold
 from kvfold.methods.identity import IdentityFold
 from kvfold.methods.latent import LatentFold
+from kvfold.methods.lora import Lora
 from kvfold.methods.pipeline import Bits, Pipeline
 from kvfold.methods.pool import PoolGate
 from kvfold.methods.state_projector import StateProjector
@@ -62,6 +63,22 @@ def build_state_projector(plan: Plan, anatomy: Anatomy) -> StateProjector | None
     skipped = [n for n in anatomy.layers[plan.split :] if n.kind == "linear_attention"]
     layers = tuple(layer.index for layer in skipped)
     return StateProjector(plan.split, layers, anatomy.hidden_size, skipped[0].heads)
+
+
+def build_lora(plan: Plan, anatomy: Anatomy) -> Lora | None:
+    """The plan's low-rank terms, which change nothing yet; None if the plan has none.
+
+    Raises `PlanError` if the plan does not fit the model.
+    """
+    plan.check(anatomy)
+    if plan.lora is None:
+        return None
+    widths = {
+        (layer, target): anatomy.projection_widths(layer, target)
+        for layer in plan.lora_layers
+        for target in plan.lora.targets
+    }
+    return Lora(widths, plan.lora.rank, plan.lora.scale)
 
 
 def _pipeline(depth: DepthMethod, plan: Plan, anatomy: Anatomy) -> Pipeline:

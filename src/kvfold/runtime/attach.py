@@ -1,8 +1,9 @@
 """Attaching an add-on to a model, and taking it off again.
 
 `attach` replaces forwards on instances only: the decoder's, to open and commit steps and to run
-long folded prompts in chunks, and those of the folded attention modules. Nothing of a class or of
-transformers itself is touched, and `detach` leaves the model as it was.
+long folded prompts in chunks, and those of the folded attention modules. An add-on's low-rank terms
+act on projections in every pass, exact ones included: what is served has one set of weights.
+Nothing of a class or of transformers itself is touched, and `detach` leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -26,8 +27,16 @@ from kvfold.anatomy import (
     text_decoder,
 )
 from kvfold.errors import AttachError, PlanError
-from kvfold.methods import Activations, Pipeline, Source, StateProjector, rebuilt_pipelines
+from kvfold.methods import (
+    Activations,
+    Lora,
+    Pipeline,
+    Source,
+    StateProjector,
+    rebuilt_pipelines,
+)
 from kvfold.plan import Plan
+from kvfold.runtime.adapters import Adapters, check_projections
 from kvfold.runtime.cache import FoldedCache, Running
 from kvfold.runtime.forward import DecoderForward
 from kvfold.runtime.layer import FoldedAttention, Rotation, SlotPlaces, StoredSlots
@@ -43,6 +52,7 @@ class AddOnLike(Protocol):
     plan: Plan
     pipelines: nn.ModuleList
     state_projector: StateProjector | None
+    lora: Lora | None
 
     def check_base(self, model: Any) -> None:
         """Raise `AddOnError` unless `model` is the base the add-on was made for."""
@@ -119,6 +129,7 @@ class Attachment:
             for pipeline in self.pipelines
             for layer in pipeline.layers
         ]
+        self.lora = addon.lora
         self.skipped_states = None if self.split is None else self._skipped_states(addon)
         self._fed_by: dict[Source, list[Pipeline]] = {}
         for pipeline in self.pipelines:
@@ -150,8 +161,16 @@ class Attachment:
                 "a plan with state_projector needs an add-on that was fitted with one; this "
                 "add-on has none; fit a plan with state_projector: true, or leave it out"
             )
-        parts = [addon.pipelines, *([addon.state_projector] if addon.state_projector else [])]
-        for parameter in (weight for part in parts for weight in part.parameters()):
+        if self.plan.lora != addon.plan.lora:
+            raise PlanError(
+                "the plan must have the add-on's own lora, which its weights were trained for: "
+                f"{addon.plan.lora!r}; got {self.plan.lora!r}; leave it as it is"
+            )
+        if addon.lora is not None:
+            check_projections(self.model, addon.lora)
+        parts = [addon.pipelines, addon.state_projector, addon.lora]
+        weights = (w for part in parts if part is not None for w in part.parameters())
+        for parameter in weights:
             if parameter.dtype != self.model.dtype or parameter.device != self.model.device:
                 raise AttachError(
                     "add-on and model must have one dtype and device; the add-on is in "
@@ -167,6 +186,7 @@ class Attachment:
         return SkippedStates(self.model, skipped, projector, self.plan.replay)
 
     def _patch(self) -> None:
+        self._adapters = None if self.lora is None else Adapters(self.model, self.lora)
         decoder_forward = DecoderForward(self, self.decoder.forward)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -331,6 +351,8 @@ class Attachment:
 
     def detach(self) -> None:
         """Give the model back as it was. Does nothing if that has happened already."""
+        if self._adapters is not None:
+            self._adapters.detach()
         for hook in self._hooks:
             hook.remove()
         for module, before in reversed(self._restore):

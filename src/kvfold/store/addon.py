@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -25,20 +23,24 @@ from torch import Tensor, nn
 
 from kvfold.errors import AddOnError, PlanError
 from kvfold.methods import (
+    Lora,
     StateProjector,
+    build_lora,
     build_pipelines,
     build_state_projector,
     depth_methods,
 )
 from kvfold.plan import Plan
 from kvfold.store.fingerprint import Fingerprint
+from kvfold.store.folder import previous, replacing
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 OLDEST_READABLE = 2
-"""Version 2 knew no prefill skipping, and so no state projectors."""
+"""Version 2 knew no prefill skipping, and so no state projectors; version 3 no low-rank terms."""
 WEIGHTS_FILE = "addon.safetensors"
 DESCRIPTION_FILE = "addon.json"
 STATE_PROJECTOR = "state_projector."
+LORA = "lora."
 MAX_DESCRIPTION_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 16 * 2**20
 AGAIN = "fetch the add-on again, or fit it anew"
@@ -49,7 +51,8 @@ class AddOn:
 
     plan: the plan. pipelines: one `Pipeline` per code, in the order of `build_pipelines`. base:
     the model's fingerprint. report: plain data, see `kvfold.fitting.report`. state_projector: of
-    the upper linear-attention layers, where the plan asks for one.
+    the upper linear-attention layers, where the plan asks for one. lora: low-rank terms on
+    projections, likewise.
     """
 
     def __init__(
@@ -59,29 +62,33 @@ class AddOn:
         base: Fingerprint,
         report: Mapping[str, Any],
         state_projector: StateProjector | None = None,
+        lora: Lora | None = None,
     ) -> None:
         self.plan = plan
         self.pipelines = pipelines
         self.base = base
         self.report = dict(report)
         self.state_projector = state_projector
+        self.lora = lora
 
     @classmethod
     def untrained(cls, model: Any, plan: Plan) -> AddOn:
-        """The plan's methods with zero weights for a model: for plans that have no weights."""
+        """The plan's methods with zero weights for a model: for plans that have no weights.
+
+        Low-rank terms start as `kvfold.methods.lora` says, which changes nothing yet.
+        """
         base = Fingerprint.of(model)
         pipelines = build_pipelines(plan, base.anatomy)
         projector = build_state_projector(plan, base.anatomy)
+        lora = build_lora(plan, base.anatomy)
         reference = next(model.parameters())
-        made = cls(plan, pipelines, base, {}, projector)
+        made = cls(plan, pipelines, base, {}, projector, lora)
         return made.to(device=reference.device, dtype=reference.dtype)
 
     def __repr__(self) -> str:
         """Base model, methods and size."""
-        names = (
-            ", ".join(sorted({method.name for method in depth_methods(self.pipelines)}))
-            or "nothing"
-        )
+        found = sorted({method.name for method in depth_methods(self.pipelines)})
+        names = ", ".join(found + ["lora"] * (self.lora is not None)) or "nothing"
         return f"AddOn({names} for {self.base.name!r}, {self.parameter_bytes():,} bytes)"
 
     def to(self, *args: Any, **kwargs: Any) -> AddOn:
@@ -95,6 +102,8 @@ class AddOn:
         own: dict[str, nn.Module] = {"": self.pipelines}
         if self.state_projector is not None:
             own[STATE_PROJECTOR] = self.state_projector
+        if self.lora is not None:
+            own[LORA] = self.lora
         return own
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -117,18 +126,10 @@ class AddOn:
         kept. Raises `AddOnError` for a path that holds something else.
         """
         target = Path(folder).absolute()
-        _check_replaceable(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-        try:
-            made.chmod(0o755)
-            if target.exists():
-                own = shutil.ignore_patterns(WEIGHTS_FILE, DESCRIPTION_FILE)
-                shutil.copytree(target, made, ignore=own, dirs_exist_ok=True)
+        if target.exists():
+            _check_replaceable(target)
+        with replacing(target, (WEIGHTS_FILE, DESCRIPTION_FILE)) as made:
             self._write(made)
-            _swap(made, target)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
 
     def _write(self, folder: Path) -> None:
         weights = {name: tensor.contiguous().cpu() for name, tensor in _named(self._parts())}
@@ -144,9 +145,6 @@ class AddOn:
         }
         description["sha256"] = _description_digest(description)
         (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=1) + "\n")
-        for name in (WEIGHTS_FILE, DESCRIPTION_FILE):
-            with open(folder / name, "rb") as file:
-                os.fsync(file.fileno())
 
     @classmethod
     def from_pretrained(
@@ -171,6 +169,7 @@ class AddOn:
             with torch.device("meta"):
                 pipelines = build_pipelines(plan, base.anatomy)
                 projector = build_state_projector(plan, base.anatomy)
+                lora = build_lora(plan, base.anatomy)
         except PlanError as error:
             raise AddOnError(f"the add-on in {folder} has no valid plan: {error}") from error
         report = description.get("report") or {}
@@ -181,7 +180,7 @@ class AddOn:
             )
         if projector is not None:
             _read_states_kept(projector, description.get("states_kept"), folder)
-        made = cls(plan, pipelines, base, report, projector)
+        made = cls(plan, pipelines, base, report, projector, lora)
         digest = str(description.get("weights_sha256"))
         _load_weights(made._parts(), folder / WEIGHTS_FILE, digest)
         return made.to(device=device, dtype=dtype)
@@ -197,8 +196,6 @@ def _named(parts: Mapping[str, nn.Module]) -> list[tuple[str, Tensor]]:
 
 
 def _check_replaceable(target: Path) -> None:
-    if not target.exists():
-        return
     if not target.is_dir():
         raise AddOnError(f"an add-on is saved as a folder; {target} is a file; name another path")
     if any(target.iterdir()) and not (target / DESCRIPTION_FILE).exists():
@@ -206,26 +203,6 @@ def _check_replaceable(target: Path) -> None:
             f"an add-on may replace only another add-on; {target} holds other files and no "
             f"{DESCRIPTION_FILE}; name a new or an empty folder"
         )
-
-
-def _previous(target: Path) -> Path:
-    return target.with_name(f".{target.name}.previous")
-
-
-def _swap(made: Path, target: Path) -> None:
-    """Put a finished folder in place; whatever happens, the old one or the new one is found."""
-    if not target.exists():
-        os.rename(made, target)
-        return
-    previous = _previous(target)
-    shutil.rmtree(previous, ignore_errors=True)
-    os.rename(target, previous)
-    try:
-        os.rename(made, target)
-    except BaseException:
-        os.rename(previous, target)
-        raise
-    shutil.rmtree(previous, ignore_errors=True)
 
 
 def _versions() -> dict[str, str]:
@@ -250,8 +227,8 @@ def _description_digest(description: Mapping[str, Any]) -> str:
 
 def _find(name_or_path: str | os.PathLike[str], revision: str | None) -> Path:
     path = Path(name_or_path)
-    if not path.exists() and _previous(path).is_dir():
-        return _previous(path)  # killed between the two renames of a replacement
+    if not path.exists() and previous(path).is_dir():
+        return previous(path)  # killed between the two renames of a replacement
     if path.is_dir():
         return path
     name = str(name_or_path)
