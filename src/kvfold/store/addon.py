@@ -32,7 +32,7 @@ from kvfold.methods import (
 )
 from kvfold.plan import Plan
 from kvfold.store.fingerprint import Fingerprint
-from kvfold.store.folder import previous, replacing
+from kvfold.store.folder import check_replaceable, previous, replacing
 
 FORMAT_VERSION = 4
 OLDEST_READABLE = 2
@@ -126,10 +126,27 @@ class AddOn:
         kept. Raises `AddOnError` for a path that holds something else.
         """
         target = Path(folder).absolute()
-        if target.exists():
-            _check_replaceable(target)
+        check_replaceable(target, DESCRIPTION_FILE, "an add-on")
         with replacing(target, (WEIGHTS_FILE, DESCRIPTION_FILE)) as made:
             self._write(made)
+
+    def export_lora(self, model: Any, folder: str | os.PathLike[str]) -> None:
+        """Write the low-rank terms as a peft adapter of the base model.
+
+        `PeftModel.from_pretrained(base, folder)` then adds what the add-on adds, and its
+        `merge_and_unload()` gives plain weights for engines that want them; the folding itself is
+        no part of it. model: the base, as it is. Raises `AddOnError` for another model, for an
+        add-on without such terms or a folder of something else, `MissingExtraError` without peft.
+        """
+        from kvfold.store.peft_export import export_lora
+
+        self.check_base(model)
+        if self.lora is None:
+            raise AddOnError(
+                "only an add-on with low-rank terms can be written as a peft adapter; this one's "
+                "plan has no lora; train one with it"
+            )
+        export_lora(model, self.lora, Path(folder))
 
     def _write(self, folder: Path) -> None:
         weights = {name: tensor.contiguous().cpu() for name, tensor in _named(self._parts())}
@@ -193,16 +210,6 @@ def _named(parts: Mapping[str, nn.Module]) -> list[tuple[str, Tensor]]:
         for beginning, part in parts.items()
         for name, tensor in part.named_parameters()
     ]
-
-
-def _check_replaceable(target: Path) -> None:
-    if not target.is_dir():
-        raise AddOnError(f"an add-on is saved as a folder; {target} is a file; name another path")
-    if any(target.iterdir()) and not (target / DESCRIPTION_FILE).exists():
-        raise AddOnError(
-            f"an add-on may replace only another add-on; {target} holds other files and no "
-            f"{DESCRIPTION_FILE}; name a new or an empty folder"
-        )
 
 
 def _versions() -> dict[str, str]:

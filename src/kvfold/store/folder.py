@@ -14,6 +14,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvfold.errors import AddOnError
+
+
+def check_replaceable(target: Path, marker: str, what: str) -> None:
+    """Raise `AddOnError` unless `target` is free, empty, or holds another of the same.
+
+    marker: the file that tells such a folder. what: what it is called in the message.
+    """
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise AddOnError(f"{what} is saved as a folder; {target} is a file; name another path")
+    if any(target.iterdir()) and not (target / marker).exists():
+        raise AddOnError(
+            f"{what} may replace only another one; {target} holds other files and no {marker}; "
+            "name a new or an empty folder"
+        )
+
 
 @contextmanager
 def replacing(target: Path, own: tuple[str, ...]) -> Iterator[Path]:
