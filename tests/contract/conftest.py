@@ -6,14 +6,16 @@ Long because it is one file: test files are not importable from each other.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from kvfold.anatomy import Anatomy, anatomy
+from kvfold.anatomy import Anatomy, anatomy, attention_module
 from kvfold.methods import (
     Lora,
     StateProjector,
@@ -28,8 +30,8 @@ from kvfold.runtime.codes import CodeStore
 from kvfold.runtime.slots import CodeSlots, SlotStore
 
 Layers = tuple[int, ...]
-Axes = dict[str, list[dict[str, Any]]]
-"""A plan's entries by axis."""
+Axes = dict[str, Any]
+"""A plan's entries by axis, and its lora."""
 
 
 def _depth(*entries: dict[str, Any]) -> Axes:
@@ -133,6 +135,16 @@ COMPOSITIONS: dict[str, Callable[[Layers], Axes]] = {
     "latent+pool+k8v4": lambda ls: {**_depth(_latent(ls)), **_pool(ls), **_bits(ls, 8, 4)},
     "csa2+pool+k4v4": lambda ls: {**_depth(_csa2(ls)), **_pool(ls), **_bits(ls, 4, 4)},
     "two-codes": _two_codes,
+    "latent+pool+k8v4+lora": lambda ls: {
+        **_depth(_latent(ls)),
+        **_pool(ls),
+        **_bits(ls, 8, 4),
+        "lora": {"rank": 3},
+    },
+    "ced-csa2+lora-qkvo": lambda ls: {
+        **_depth(_ced(ls[:1], min(1, ls[0])), _csa2(ls)),
+        "lora": {"rank": 2, "targets": ["q", "k", "v", "o"]},
+    },
 }
 """The other axes, alone and together."""
 
@@ -196,6 +208,7 @@ SKIPPED: dict[str, Callable[[Layers], Axes]] = {
         **_pool(_upper(ls)[0], position="last"),
         **_bits(_upper(ls)[0], 8, 4),
     },
+    "ced-csa2+lora": lambda ls: {**_skipped_csa2(ls), "lora": {"rank": 3, "layers": ls}},
     "over-lower": _over_lower,
 }
 """Plans under which prompts may skip the upper layers."""
@@ -305,6 +318,19 @@ class Case:
     def anatomy(self) -> Anatomy:
         """Of the model."""
         return anatomy(self.model)
+
+    @cached_property
+    def plain(self) -> Any:
+        """The model without folding, low-rank terms (if any) merged into a copy's weights."""
+        if self.addon.lora is None:
+            return self.model
+        merged = deepcopy(self.model)
+        for layer, name, term in self.addon.lora.terms():
+            module, start = self.anatomy.family.rows(attention_module(merged, layer), name)
+            rows = module.weight[start : start + term.b.shape[0]]
+            with torch.no_grad():
+                rows += term.scale * term.b @ term.a
+        return merged
 
     @property
     def largest_group(self) -> int:

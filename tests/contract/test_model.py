@@ -134,6 +134,6 @@ def test_exact_prefill_leaves_the_prompts_logits_as_they_are(
         cache = attachment.new_cache()
         prompt = made.run(ids, cache)
         after = made.run(helpers.tokens(1), cache)
-    plain = helpers.run(made.model, torch.cat([ids, helpers.tokens(1)], dim=1))
+    plain = helpers.run(made.plain, torch.cat([ids, helpers.tokens(1)], dim=1))
     helpers.assert_same(prompt, plain[:, :-1])
     assert torch.allclose(after[:, 0], plain[:, -1], atol=1e-3) == (method == "identity")

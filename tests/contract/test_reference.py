@@ -57,13 +57,13 @@ class Dense:
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
         """(1, seq, vocabulary)."""
-        made: Tensor = self._come_to_rest(lambda: self.case.model(ids, use_cache=False).logits)
+        made: Tensor = self._come_to_rest(lambda: self.case.plain(ids, use_cache=False).logits)
         return made
 
     @torch.no_grad()
     def hidden_states(self, ids: Tensor) -> Tensor:
         """(1, seq, hidden), after the final norm."""
-        decoder = text_decoder(self.case.model)
+        decoder = text_decoder(self.case.plain)
         return self._come_to_rest(lambda: decoder(input_ids=ids, use_cache=False).last_hidden_state)
 
     def _come_to_rest(self, one_pass: Callable[[], Tensor]) -> Tensor:
@@ -80,7 +80,7 @@ class Dense:
     @contextmanager
     def _patched(self) -> Iterator[None]:
         with ExitStack() as stack:
-            layers = text_decoder(self.case.model).layers
+            layers = text_decoder(self.case.plain).layers
             for pipeline in self.case.addon.pipelines:
                 for source in pipeline.inputs:
                     if source.kind == "hidden":
@@ -94,7 +94,7 @@ class Dense:
                         module.forward = self.skipped.linear_forward(module, self.found)
                         stack.callback(delattr, module, "forward")
                 for layer in pipeline.layers:
-                    module = attention_module(self.case.model, layer)
+                    module = attention_module(self.case.plain, layer)
                     module.forward = self._forward(layer, module, pipeline)
                     stack.callback(delattr, module, "forward")
             yield
@@ -245,7 +245,7 @@ class Layer:
         positions = self.plan.anchors + pipeline.group * torch.arange(slots.shape[1])
         place = place_of(self.case.plan, self.index)
         family = self.case.anatomy.family
-        at = rotary(self.case.model, family, (positions + place)[None], slots)
+        at = rotary(self.case.plain, family, (positions + place)[None], slots)
         if pipeline.bits is None:
             return self._read(pipeline, slots, at)
         if self.reading == "expanded":
@@ -464,7 +464,7 @@ def test_scores_with_an_exact_history_are_those_of_the_dense_reference(
         scored = attachment.hidden_states(ids, history="exact")
         readings = attachment.resident
     sources = {source for pipeline in made.addon.pipelines for source in pipeline.inputs}
-    given = capture(made.model, made.anatomy, sources, ids)
+    given = capture(made.plain, made.anatomy, sources, ids)
     helpers.assert_same(scored, Dense(made, readings, given=given).hidden_states(ids))
 
 

@@ -17,13 +17,15 @@ def test_a_saved_add_on_gives_the_same_logits(
 ) -> None:
     """Bit by bit, from files that hold the plan of all axes and every weight."""
     made = case(arch, method, dtype=torch.float32)
-    addon = AddOn(made.plan, made.addon.pipelines, Fingerprint.of(made.model), {})
+    base, lora = Fingerprint.of(made.model), made.addon.lora
+    addon = AddOn(made.plan, made.addon.pipelines, base, {}, lora=lora)
     addon.save_pretrained(tmp_path / "addon")
     loaded = AddOn.from_pretrained(tmp_path / "addon")
     assert loaded.plan == made.plan
     ours, theirs = loaded.pipelines.state_dict(), made.addon.pipelines.state_dict()
     assert list(ours) == list(theirs)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    weights = zip(loaded.parameters(), addon.parameters(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in weights)
     ids = helpers.tokens(40)
     with made.attach() as attachment:
         before = made.run(ids, attachment.new_cache())

@@ -236,7 +236,7 @@ def test_missing_file_is_named(folder, name):
 
 def test_unknown_format_version_says_which_is_read(folder):
     _redigest(folder, format_version=99)
-    with pytest.raises(AddOnError, match=r"reads add-ons of format versions 2 to 3; .* version 99"):
+    with pytest.raises(AddOnError, match=r"reads add-ons of format versions 2 to 4; .* version 99"):
         AddOn.from_pretrained(folder)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from kvfold.anatomy import Anatomy
 from kvfold.methods import build_lora, build_pipelines, build_state_projector
@@ -91,8 +92,8 @@ def memory_at(plan: Plan | None, anatomy: Anatomy, lengths: tuple[int, ...]) -> 
 def addon_bytes(plan: Plan, anatomy: Anatomy) -> int:
     """Bytes of the weights that an add-on of this plan has, in bfloat16."""
     with torch.device("meta"):
-        parts = [build(plan, anatomy) for build in (build_state_projector, build_lora)]
-        parts.append(build_pipelines(plan, anatomy))
+        builders = (build_pipelines, build_state_projector, build_lora)
+        parts: list[nn.Module | None] = [build(plan, anatomy) for build in builders]
     weights = (weight for part in parts if part is not None for weight in part.parameters())
     return ELEMENT_SIZE * sum(weight.numel() for weight in weights)
 
