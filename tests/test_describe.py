@@ -147,3 +147,19 @@ def test_projected_states_are_told(tiny_config):
     told = "prompts skip layers 4-7 but for the last 256 tokens (56% of the work at 2,048)"
     assert f", {told}: " in words(hybrid, **plan)
     assert f", {told}, states projected: " in words(hybrid, **plan, state_projector=True)
+
+
+@pytest.mark.parametrize(
+    ("lora", "told"),
+    [
+        ({"rank": 8}, "lora of rank 8 on q and o of 1 layer: "),
+        (
+            {"rank": 2, "targets": ["q", "k", "v"], "layers": [3, 4]},
+            "lora of rank 2 on q, k and v of 2 layers: ",
+        ),
+    ],
+)
+def test_low_rank_terms_are_told(shape, lora, told):
+    pool = {"method": "pool", "layers": [3]}
+    assert told in words(shape, sequence=[pool], lora=lora)
+    assert "lora" not in words(shape, sequence=[pool])

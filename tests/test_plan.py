@@ -55,11 +55,20 @@ quantised = st.fixed_dictionaries(
         "seed": st.integers(0, 2**31 - 1),
     },
 )
+loras = st.fixed_dictionaries(
+    {"rank": st.integers(1, 99)},
+    optional={
+        "alpha": st.none() | st.floats(1e-3, 1e3),
+        "targets": st.lists(st.sampled_from("qkvo"), min_size=1, unique=True),
+        "layers": st.none() | layer_sets,
+    },
+)
 plans = st.fixed_dictionaries(
     {"depth": st.lists(entries, max_size=4)},
     optional={
         "sequence": st.none() | st.lists(pools, max_size=3),
         "bits": st.none() | st.lists(quantised, max_size=3),
+        "lora": st.none() | loras,
         "anchors": st.integers(0, 64),
         "window": st.integers(0, 512),
         "prefill_attention": st.sampled_from(["exact", "folded"]),

@@ -25,7 +25,7 @@ def describe(plan: Plan, anatomy: Anatomy) -> str:
     untouched = len(anatomy.foldable_layers) - len(plan.folded_layers)
     if untouched:
         parts.append(f"{_layers(untouched)} left as {'it is' if untouched == 1 else 'they are'}")
-    parts += _skip(plan, anatomy)
+    parts += [*_lora(plan), *_skip(plan, anatomy)]
     smaller = f", {plain / size:.1f}x smaller" if size else ""
     return f"{', '.join(parts)}: {size:,.0f} bytes a token{smaller}"
 
@@ -83,6 +83,12 @@ def _bits(entry: Turboquant, plan: Plan, anatomy: Anatomy) -> str:
     else:
         what = f"keys in {_number(entry.key_bits)}, values in {entry.value_bits}"
     return what + _where(entry, anatomy)
+
+
+def _lora(plan: Plan) -> Iterable[str]:
+    if plan.lora is not None:
+        where = f"{_joined(plan.lora.targets)} of {_layers(len(plan.lora_layers))}"
+        yield f"lora of rank {plan.lora.rank:,} on {where}"
 
 
 def _skip(plan: Plan, anatomy: Anatomy) -> Iterable[str]:

@@ -135,3 +135,12 @@ def test_a_state_projector_is_part_of_an_addons_weights(tiny_config):
     layers, hidden = 3, shape.hidden_size
     more = addon_bytes(plan.replace(state_projector=True), shape) - addon_bytes(plan, shape)
     assert more == 2 * layers * hidden * (hidden + 1)
+
+
+def test_low_rank_terms_are_part_of_an_addons_weights(tiny_config):
+    shape = anatomy(tiny_config("llama"))
+    plan = Plan.from_dict({"depth": [{"method": "identity", "layers": [2, 4]}]})
+    assert addon_bytes(plan, shape) == 0
+    layers, heads_width = 2, 4 * 16
+    a_layer = 3 * (shape.hidden_size + heads_width)  # q; o has the same two widths
+    assert addon_bytes(plan.replace(lora={"rank": 3}), shape) == 2 * layers * 2 * a_layer
