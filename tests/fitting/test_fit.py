@@ -14,6 +14,7 @@ from kvfold.fitting import fit as fit_module
 from kvfold.fitting.fit import fit
 from kvfold.methods import Source, unit_rms_heads
 from kvfold.plan import Plan
+from kvfold.runtime.attach import attach
 from kvfold.runtime.capture import capture
 
 PERFECT = 1 - 1e-6
@@ -293,3 +294,19 @@ def test_progress_bar_shows_speed_and_time_left(tiny_model, capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "tokens/s" in shown.err and "48/48" in shown.err
+
+
+def test_low_rank_terms_are_left_at_their_start_which_changes_nothing(tiny_model):
+    model = tiny_model("llama")
+    tokens = torch.randint(3, 97, (20, 32), generator=torch.Generator().manual_seed(1))
+    depth = [{"method": "csa2", "source": 3, "readers": [4, 5]}]
+    plan = Plan.from_dict({"anchors": 2, "window": 4, "depth": depth})
+    plain = fit(model, plan, tokens, progress=False)
+    made = fit(model, plan.replace(lora={"rank": 2}), tokens, progress=False)
+    terms = [term for _, _, term in made.lora.terms()]
+    assert len(terms) == 6 and not any(term.b.any() for term in terms)
+    assert not any(weight.requires_grad for weight in made.parameters())
+    with attach(model, plain):
+        expected = model(tokens).logits
+    with attach(model, made):
+        assert torch.equal(model(tokens).logits, expected)

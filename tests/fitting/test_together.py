@@ -76,3 +76,16 @@ def test_too_little_text_is_refused_before_the_model_runs(tiny_model, tokens):
         fit_together(tiny_model("llama"), plans(2), tokens[:1], progress=False)
     with pytest.raises(CorpusError, match="at least one token"):
         fit_together(tiny_model("llama"), plans(2), tokens[:0], progress=False)
+
+
+def test_low_rank_terms_of_each_plan_are_those_of_a_single_fit(tiny_model, tokens):
+    model = tiny_model("llama", dtype=torch.float64)
+    plan = plans(2)["csa2"]
+    both = {"with": plan.replace(lora={"rank": 2}), "without": plan}
+    made = fit_together(model, both, tokens, progress=False)
+    alone = fit(model, both["with"], tokens, progress=False)
+    assert made["without"].lora is None
+    ours, theirs = made["with"].lora.state_dict(), alone.lora.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    assert {weight.dtype for weight in ours.values()} == {torch.float64}
