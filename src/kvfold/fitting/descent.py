@@ -83,6 +83,24 @@ def windows_of(plan: Plan, settings: Descent) -> tuple[int, ...]:
     return tuple(dict.fromkeys((plan.window, *settings.windows)))
 
 
+def check_history(
+    shape: Anatomy, plan: Plan, pipelines: Iterable[Pipeline], windows: Sequence[int], seq: int
+) -> None:
+    """Raise `CorpusError` unless every pipeline has a history in rows of seq tokens.
+
+    Raises `PlanError` for a window that the plan can't have.
+    """
+    for window in windows:
+        plan.replace(window=window).check(shape)
+    widest = plan.replace(window=max(windows))
+    if any(first_with_history(widest, pipeline, seq) >= seq for pipeline in pipelines):
+        raise CorpusError(
+            f"weights are trained on the history, and rows of {seq} tokens have none beyond "
+            f"{plan.anchors} anchors and a window of {max(windows)}; give rows of at least "
+            f"{LEAST_SEQ} tokens"
+        )
+
+
 class AttentionDescent:
     """Weights of one plan's pipelines in training; `step` takes the activations of one batch.
 
@@ -108,7 +126,7 @@ class AttentionDescent:
         self.settings = settings
         self.pipelines = list(pipelines)
         self.windows = windows_of(plan, settings)
-        self._check_length()
+        check_history(shape, plan, self.pipelines, self.windows, seq)
         self.quantised = readings is not None
         self.folds = {
             layer: FoldedAttention(
@@ -128,17 +146,6 @@ class AttentionDescent:
         self.optimizer = ScaledAdam(groups, lr=settings.learning_rate)
         self.done = 0
         self.losses: list[dict[int, float]] = []
-
-    def _check_length(self) -> None:
-        for window in self.windows:
-            self.plan.replace(window=window).check(self.shape)
-        widest = self.plan.replace(window=max(self.windows))
-        if any(first_with_history(widest, pipe, self.seq) >= self.seq for pipe in self.pipelines):
-            raise CorpusError(
-                f"weights are trained on the history, and rows of {self.seq} tokens have none "
-                f"beyond {self.plan.anchors} anchors and a window of {max(self.windows)}; give "
-                f"rows of at least {LEAST_SEQ} tokens"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """All that another descent of the same job needs to go on, but the weights."""
