@@ -107,12 +107,19 @@ class LayerAttention:
         return self._output(torch.matmul(weights, self.values))
 
     def folded(
-        self, fold: FoldedAttention, codes: Tensor, plan: Plan, *, window: int | None = None
+        self,
+        fold: FoldedAttention,
+        codes: Tensor,
+        plan: Plan,
+        *,
+        window: int | None = None,
+        quantised: bool = False,
     ) -> Tensor:
         """Output over anchors, window and slots: (batch, queries, hidden), with gradients.
 
         fold: this layer, with the pipeline that made the slots. codes: (batch, slots, code_width)
-        from `Pipeline.whole_slots`. window: in place of the plan's.
+        from `Pipeline.whole_slots`. window: in place of the plan's. quantised: whether slots that
+        the layer keeps expanded come back from the pipeline's bits; codes that are kept are given so.
         """
         pipeline = fold.pipeline
         window = plan.window if window is None else window
@@ -120,6 +127,8 @@ class LayerAttention:
         first = plan.anchors + pipeline.slot_position
         places = (pipeline.group * numbers + first)[None]
         slot_keys, slot_values = fold.unfold(codes[:, None], self._rotation(places))
+        if quantised and fold.reading == "expanded":
+            slot_keys, slot_values = pipeline.rounded_heads(slot_keys, slot_values)
         near = self._near(plan.anchors, window, pipeline.group)
         _, seen = self._masks(plan.anchors, window, pipeline.group, codes.shape[1])
         logits = torch.matmul(self.queries, slot_keys.transpose(2, 3)) * fold.scaling

@@ -194,7 +194,7 @@ class _Job:
         shown = bar[0].add_task("gates", total=settings.steps, completed=trainer.done, rate="")
 
         def after_step() -> None:
-            error = sum(trainer.losses[-1].values()) / len(trainer.folds)
+            error = trainer.mean_error
             bar[0].update(shown, completed=trainer.done, rate=f"error {error:.3f}")
             if self.checkpoint is not None and trainer.done % self.checkpoint_every == 0:
                 self._save(GATES_STAGE, 0, [], gates=trainer.state_dict())

@@ -52,6 +52,16 @@ class ResidualMap(nn.Module):
         return AffineMap(weight, affine_bias(self.base))
 
 
+def residual_modules(module: nn.Module) -> dict[str, nn.Sequential]:
+    """Every residual MLP within a module, by its name there."""
+    named = module.named_modules()
+    return {
+        f"{name}.mlp": part.mlp
+        for name, part in named
+        if isinstance(part, ResidualMap) and part.mlp is not None
+    }
+
+
 def affine_bias(linear: nn.Linear) -> Tensor:
     """The bias of a linear layer, zeros where it has none."""
     return linear.bias if linear.bias is not None else linear.weight.new_zeros(linear.out_features)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kvfold.methods.base import Activations, CodePart, DepthMethod, Source
 from kvfold.methods.maps import rms_normalize
 from kvfold.methods.pool import PoolGate
+from kvfold.methods.turboquant import TurboQuant
 
 
 class Bits(NamedTuple):
@@ -128,6 +129,34 @@ class Pipeline(nn.Module):
         lead = torch.zeros_like(whole[:, :1]).expand(-1, self.group, -1)
         has_before = torch.arange(count, device=records.device)[None] > 0
         return self.slots(torch.cat([lead, whole], dim=1), has_before)
+
+    def rounded_codes(self, codes: Tensor) -> Tensor:
+        """Codes (batch, slots, code_width) as they come back quantised, part by part.
+
+        As they are where the plan has no bits. Gradients pass straight through.
+        """
+        if self.bits is None:
+            return codes
+        pieces, start = [], 0
+        for part in self.depth.code_parts:
+            stop = start + part.heads * part.width
+            vectors = codes[..., start:stop].reshape(*codes.shape[:-1], part.heads, part.width)
+            codec = TurboQuant(part.width, self.bits.of(part), self.bits.seed)
+            pieces.append(codec.rounded(vectors).flatten(-2))
+            start = stop
+        return torch.cat(pieces, dim=-1)
+
+    def rounded_heads(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's slots, (batch, kv_heads, slots, head_dim) each, as they come back quantised.
+
+        What a layer reads that keeps its own expanded slots; keys are post-norm and post-RoPE.
+        Both as they are where the plan has no bits. Gradients pass straight through.
+        """
+        if self.bits is None:
+            return keys, values
+        key_codec = TurboQuant(keys.shape[-1], self.bits.key_bits, self.bits.seed)
+        value_codec = TurboQuant(values.shape[-1], self.bits.value_bits, self.bits.seed)
+        return key_codec.rounded(keys), value_codec.rounded(values)
 
     def slot_bias(self, layer: int) -> Tensor | None:
         """What is added to a layer's logits of slots: (query heads,), or None for nothing."""

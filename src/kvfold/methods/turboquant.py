@@ -156,6 +156,15 @@ class TurboQuant:
         """
         return self._decode_rotated(stored, math_dtype(dtype)).to(dtype)
 
+    def rounded(self, x: Tensor) -> Tensor:
+        """x (..., width) as its codes give it back, for training through them.
+
+        Rounding has no slope, so gradients pass as if nothing had been rounded (the
+        straight-through estimator of Bengio et al., arXiv 1308.3432).
+        """
+        back = self.decode(self.encode(x.detach()), dtype=x.dtype)
+        return x + (back - x.detach())
+
     def check(self, stored: Quantised) -> None:
         """Raise `CacheError` unless `stored` was made with these settings."""
         if stored.signature != self.signature:
