@@ -17,13 +17,13 @@ from rich.progress import (
 
 
 @contextmanager
-def progress_bar(shown: bool) -> Iterator[tuple[Progress, TaskID]]:
-    """A bar on stderr that counts windows of text, and the task it shows first."""
+def progress_bar(shown: bool, unit: str = "windows") -> Iterator[tuple[Progress, TaskID]]:
+    """A bar on stderr that counts windows of text, or other units; and the task it shows first."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("windows"),
+        TextColumn(unit),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )

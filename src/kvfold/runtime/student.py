@@ -22,8 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kvfold.anatomy import Anatomy, attention_module, require_plain, rotary, text_decoder
-from kvfold.methods import Activations, Bits, Pipeline, Source
-from kvfold.methods.turboquant import TurboQuant
+from kvfold.methods import Activations, Pipeline, Source
 from kvfold.plan import Plan
 from kvfold.runtime.layer import FoldedAttention, Rotation
 from kvfold.runtime.reading import choose_readings
@@ -226,16 +225,11 @@ class Student:
         codes = self._codes.get(id(fold.pipeline))
         if codes is None or codes.shape[1] == 0:
             return None
-        pipeline, bits = fold.pipeline, fold.pipeline.bits
-        by_code = bits is not None and fold.reading != "expanded"
-        if bits is not None and by_code:
-            codes = _quantised_code(codes, pipeline, bits)
+        pipeline = fold.pipeline
+        if fold.reading != "expanded":
+            codes = pipeline.rounded_codes(codes)
         keys, values = fold.unfold(codes[:, None], self._slot_rotation(pipeline, codes))
-        if bits is not None and not by_code:
-            width = fold.anatomy.head_dim
-            keys = quantised(keys, TurboQuant(width, bits.key_bits, bits.seed))
-            values = quantised(values, TurboQuant(width, bits.value_bits, bits.seed))
-        return keys, values
+        return pipeline.rounded_heads(keys, values) if fold.reading == "expanded" else (keys, values)
 
     def _slot_rotation(self, pipeline: Pipeline, codes: Tensor) -> Rotation:
         key = pipeline.group, pipeline.slot_position
@@ -326,25 +320,3 @@ def _grouped(block: _Block, bias: Tensor | None, heads: int, kv_heads: int) -> T
     near, far = seen[..., : -block.slots], seen[..., -block.slots :]
     by_head = torch.cat([near.expand(1, heads, -1, -1), far + bias[None, :, None, None]], dim=-1)
     return by_head.reshape(1, kv_heads, -1, seen.shape[-1])
-
-
-def _quantised_code(codes: Tensor, pipeline: Pipeline, bits: Bits) -> Tensor:
-    """Each part of codes (batch, slots, code_width) as a store keeps it."""
-    pieces, start = [], 0
-    for part in pipeline.depth.code_parts:
-        stop = start + part.heads * part.width
-        vectors = codes[..., start:stop].unflatten(-1, (part.heads, part.width))
-        codec = TurboQuant(part.width, bits.of(part), bits.seed)
-        pieces.append(quantised(vectors, codec).flatten(-2))
-        start = stop
-    return torch.cat(pieces, dim=-1)
-
-
-def quantised(x: Tensor, codec: TurboQuant) -> Tensor:
-    """Vectors as they are read back after quantisation; gradients pass as if they were not.
-
-    x: (..., width). The straight-through estimator.
-    """
-    with torch.no_grad():
-        change = codec.decode(codec.encode(x), dtype=x.dtype) - x
-    return x + change

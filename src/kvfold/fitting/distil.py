@@ -1,0 +1,383 @@
+"""Distillation: an add-on's weights trained end to end, so that the folded model says what the
+plain one says.
+
+Teacher and student are one frozen model. A step runs the plain model on some rows, then the same
+model with its history folded (`kvfold.runtime.student`), and moves the add-on's weights down the
+distance of their predictions (`kvfold.fitting.distil_loss`). At every look the distance is
+measured on held-out rows; the weights of the best look are what is kept, so the start is never
+made worse on them.
+
+Which rows and which window a step takes follows from its number alone. So a run that is resumed
+goes on exactly where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.anatomy import anatomy
+from kvfold.errors import CorpusError, FitError
+from kvfold.fitting.bar import progress_bar
+from kvfold.fitting.checkpoint import job_digest, load_checkpoint, save_checkpoint
+from kvfold.fitting.distil_loss import Distance, LossSettings, distance, distance_and_gradient
+from kvfold.fitting.frozen import frozen
+from kvfold.fitting.gram import exact_dtype
+from kvfold.fitting.mixture import Mixture
+from kvfold.fitting.parts import PARTS, Part, check_parts
+from kvfold.fitting.scaled_adam import ScaledAdam
+from kvfold.fitting.seeds import derived_seed
+from kvfold.fitting.weight_scales import start_weights, weight_groups
+from kvfold.runtime.adapters import adapted
+from kvfold.runtime.capture import capture, plain_pass
+from kvfold.runtime.student import Student
+from kvfold.store.addon import AddOn
+
+Log = Callable[[dict[str, Any]], None]
+LORA_SHARE = 0.05
+"""Low-rank terms start at nothing and add up to much: their rate beside that of fitted maps."""
+
+
+@dataclass(frozen=True)
+class DistilSettings(LossSettings):
+    """How an add-on is distilled; temperature, hidden_weight and reverse are of the loss.
+
+    steps: of the optimiser. rows: of text in a step; rows_at_once: of them in one forward, whose
+    gradients are added up (0: all). learning_rate: at its highest, warmed up over the first
+    `warmup` share of the steps and then lowered along a cosine; in units of how far a step moves
+    each output of a map (see `kvfold.fitting.weight_scales`). windows: window sizes that steps
+    draw from, beside the plan's own, so that one add-on serves several budgets. parts: what is
+    trained, of `kvfold.fitting.parts`; low-rank terms always are. look_every: steps between two
+    looks at the held-out rows. patience: looks without a better one after which it ends (0: goes
+    on to the last step). checkpoint_layers: keep less for the backward pass and compute more.
+    seed: of all draws. Raises `FitError` for values that make no sense.
+    """
+
+    steps: int = 300
+    rows: int = 2
+    rows_at_once: int = 0
+    learning_rate: float = 0.02
+    warmup: float = 0.05
+    windows: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = PARTS
+    look_every: int = 20
+    patience: int = 0
+    checkpoint_layers: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = {"steps": 1, "rows": 1, "rows_at_once": 0, "look_every": 1, "patience": 0}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise FitError(
+                    f"{name} of distilling must be at least {smallest}; got {getattr(self, name)}"
+                )
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise FitError(f"the learning rate must be above 0; got {self.learning_rate}")
+        if not 0 <= self.warmup <= 1:
+            raise FitError(f"warmup must be a share from 0 to 1; got {self.warmup}")
+        check_parts(self.parts)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, from 0."""
+        warm = min(1.0, (step + 1) / max(1.0, self.warmup * self.steps))
+        return self.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / self.steps))
+
+    @property
+    def loss(self) -> LossSettings:
+        """What the loss depends on."""
+        return LossSettings(**{f.name: getattr(self, f.name) for f in fields(LossSettings)})
+
+
+def distil(
+    model: Any,
+    addon: AddOn,
+    mixture: Mixture,
+    held_out: Tensor,
+    settings: DistilSettings | None = None,
+    *,
+    checkpoint: Path | None = None,
+    checkpoint_every: int = 16,
+    log: Log | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Train an add-on end to end against its own base model; its weights change in place.
+
+    model: plain; left as it was. mixture: what is trained on. held_out: (windows, seq) ids to look
+    at. checkpoint: a file to go on from, written every `checkpoint_every` steps and deleted at the
+    end. log: called with plain data at every step and every look. Returns the report: steps,
+    held-out KL at each look, the best one's step, tokens and seconds.
+
+    Raises `AddOnError` for another base model, `CorpusError` for rows too short to have a history,
+    `FitError` where nothing can be trained, a loss is not finite, or the checkpoint is another
+    job's.
+    """
+    settings = settings or DistilSettings()
+    addon.check_base(model)
+    with frozen(model), in_training(addon):
+        run = Distiller(model, addon, mixture, held_out, settings)
+        if checkpoint is not None:
+            run.go_on_from(checkpoint)
+        with progress_bar(progress, unit="steps") as bar:
+            bar[0].update(
+                bar[1], description="distil", total=settings.steps, visible=True, rate=""
+            )
+            while not run.is_over:
+                run.step(log)
+                bar[0].update(bar[1], completed=run.done, rate=f"held-out KL {run.best_kl:.4f}")
+                if checkpoint is not None and run.done % checkpoint_every == 0:
+                    run.save(checkpoint)
+        run.keep_best()
+        if checkpoint is not None:
+            checkpoint.unlink(missing_ok=True)
+        return run.report()
+
+
+@contextmanager
+def in_training(addon: AddOn) -> Iterator[None]:
+    """An add-on's weights in float32 (float64 stays), asking for no gradients at the end."""
+    before = next(addon.parameters(), None)
+    if before is None:
+        raise FitError("an add-on must have weights to be trained; this plan's methods have none")
+    dtype = before.dtype
+    if dtype not in (torch.float32, torch.float64):
+        addon.to(dtype=torch.float32)
+    try:
+        yield
+    finally:
+        addon.to(dtype=dtype)
+
+
+class Distiller:
+    """One distillation, step by step. The add-on's weights must be in float32 or float64."""
+
+    def __init__(
+        self,
+        model: Any,
+        addon: AddOn,
+        mixture: Mixture,
+        held_out: Tensor,
+        settings: DistilSettings,
+    ) -> None:
+        self.model, self.addon, self.mixture, self.settings = model, addon, mixture, settings
+        self.held_out = held_out
+        lora = addon.lora
+        self.student = Student(
+            model,
+            anatomy(model),
+            addon.plan,
+            addon.pipelines,
+            below=None if lora is None else min(layer for layer, _ in lora.adapted),
+            checkpoint_layers=settings.checkpoint_layers,
+        )
+        self.windows = tuple(dict.fromkeys((addon.plan.window, *settings.windows)))
+        self._check_text()
+        groups = weight_groups(self.student.pipelines, settings.parts)
+        if lora is not None:
+            groups.append({"params": list(lora.parameters()), "name": "lora", "share": LORA_SHARE})
+        if not groups:
+            raise FitError(
+                f"there must be something to distil; the add-on has no weights in the parts "
+                f"{', '.join(settings.parts)} and no low-rank terms; name other parts"
+            )
+        self.weights: list[nn.Parameter] = [w for group in groups for w in group["params"]]
+        for weight in self.weights:
+            weight.requires_grad_(True)
+        self.digest = self._digest()
+        self._start(groups)
+        self.optimizer = ScaledAdam(groups, lr=settings.learning_rate)
+        self.done = 0
+        self.seconds = 0.0
+        self.looks: list[tuple[int, float, float]] = []
+        self.best = [weight.detach().clone() for weight in self.weights]
+
+    def _check_text(self) -> None:
+        shortest = min(self.windows) + self.addon.plan.anchors
+        for name, seq in (("trained", self.mixture.seq), ("held-out", self.held_out.shape[-1])):
+            if self.held_out.ndim != 2 or len(self.held_out) == 0 or seq <= shortest:
+                raise CorpusError(
+                    f"distilling needs {name} rows (windows, seq) that are longer than anchors and "
+                    f"window together, {shortest} tokens, or they have no history; got rows of "
+                    f"{seq} and held-out {tuple(self.held_out.shape)}; give longer rows"
+                )
+
+    def _digest(self) -> str:
+        weights = hashlib.sha256()
+        for weight in self.weights:
+            weights.update(weight.detach().cpu().contiguous().numpy().tobytes())
+        return job_digest(
+            self.addon.plan.to_json(),
+            self.addon.base.to_json(),
+            repr(self.settings),
+            self.mixture.digest(),
+            weights.hexdigest(),
+            tokens=self.held_out,
+        )
+
+    def _start(self, groups: list[dict[str, Any]]) -> None:
+        """Measure how far a step may move each weight, on the first rows."""
+        sources = frozenset(s for p in self.student.pipelines for s in p.inputs)
+        ids = self.mixture.batch(0, self.settings.rows)
+        captured = capture(self.model, self.student.shape, sources, ids)
+        exact = {source: exact_dtype(x) for source, x in captured.items()}
+        start_weights(
+            self.student.pipelines, groups, [exact], self.addon.plan.anchors, self.settings.seed
+        )
+
+    @property
+    def best_kl(self) -> float:
+        """The lowest held-out KL so far; not a number before the first look."""
+        return min((kl for _, kl, _ in self.looks), default=math.nan)
+
+    @property
+    def best_step(self) -> int:
+        """How many steps had been taken at the best look."""
+        return min(self.looks, key=lambda look: (look[1], look[0]))[0]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is taken, or patience has run out."""
+        if self.done >= self.settings.steps:
+            return True
+        if not self.settings.patience or not self.looks:
+            return False
+        best = self.best_step
+        return sum(step > best for step, _, _ in self.looks) >= self.settings.patience
+
+    def step(self, log: Log | None = None) -> None:
+        """Move the weights once; looks come first of all, and after every `look_every` steps."""
+        started = time.perf_counter()
+        if not self.looks:
+            self._look(log)
+        moved = self._learn()
+        rate = self.settings.rate(self.done)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.done += 1
+        self._tell(log, {"step": self.done, "loss": moved.loss, "kl": moved.kl, "rate": rate})
+        if self.done % self.settings.look_every == 0 or self.done == self.settings.steps:
+            self._look(log)
+        self.seconds += time.perf_counter() - started
+
+    def _window(self) -> int:
+        drawn = derived_seed(self.settings.seed, "window", self.done) % len(self.windows)
+        return self.windows[drawn]
+
+    def _learn(self) -> Distance:
+        """Gradients of one step; returns the distance before it."""
+        rows = self.mixture.batch(self.done, self.settings.rows)
+        window, parts = self._window(), []
+        for ids in rows.split(self.settings.rows_at_once or len(rows)):
+            found, teacher = self._teach(ids)
+            with adapted(self.model, self.addon.lora), self.student.running():
+                with torch.enable_grad():
+                    hidden = self.student(found, window=window)
+                moved, gradient = distance_and_gradient(
+                    self.model, hidden, teacher, self.settings.loss
+                )
+                if not math.isfinite(moved.loss):
+                    raise FitError(
+                        f"the loss must be finite; at step {self.done + 1} it is {moved.loss}; "
+                        "lower the learning rate, or load the model in bfloat16 or float32"
+                    )
+                hidden.backward(gradient * (len(ids) / len(rows)))  # type: ignore[no-untyped-call]
+            parts.append((len(ids), moved))
+        return _mean(parts)
+
+    def _teach(self, ids: Tensor) -> tuple[Any, Tensor]:
+        return plain_pass(self.model, self.student.shape, self.student.sources, ids)
+
+    @torch.no_grad()
+    def _look(self, log: Log | None) -> None:
+        """Measure the held-out rows, and keep the weights if they are the best so far."""
+        parts = []
+        for ids in self.held_out.split(self.settings.rows_at_once or self.settings.rows):
+            found, teacher = self._teach(ids)
+            with adapted(self.model, self.addon.lora), self.student.running():
+                hidden = self.student(found)
+            parts.append((len(ids), distance(self.model, hidden, teacher, self.settings.loss)))
+        seen = _mean(parts)
+        if not math.isfinite(seen.kl):
+            raise FitError(
+                f"the held-out KL must be finite; after {self.done} steps it is {seen.kl}; lower "
+                "the learning rate"
+            )
+        if not self.looks or seen.kl < self.best_kl:
+            self.best = [weight.detach().clone() for weight in self.weights]
+        self.looks.append((self.done, seen.kl, seen.hidden))
+        self._tell(log, {"step": self.done, "held_out_kl": seen.kl, "held_out_hidden": seen.hidden})
+
+    @staticmethod
+    def _tell(log: Log | None, line: dict[str, Any]) -> None:
+        if log is not None:
+            log({"stage": "distil", **line})
+
+    @torch.no_grad()
+    def keep_best(self) -> None:
+        """Put the weights of the best look in place."""
+        for weight, best in zip(self.weights, self.best, strict=True):
+            weight.copy_(best)
+
+    def save(self, path: Path) -> None:
+        """Write all that another run of the same job needs to go on."""
+        state = {
+            "done": self.done,
+            "seconds": self.seconds,
+            "looks": self.looks,
+            "weights": [weight.detach() for weight in self.weights],
+            "best": self.best,
+            "optimizer": self.optimizer.state_dict(),
+        }
+        save_checkpoint(path, self.digest, state)
+
+    @torch.no_grad()
+    def go_on_from(self, path: Path) -> None:
+        """Take up what a checkpoint of this job says, if there is one."""
+        saved = load_checkpoint(path, self.digest)
+        if saved is None:
+            return
+        self.done, self.seconds = int(saved["done"]), float(saved["seconds"])
+        self.looks = [(int(step), float(kl), float(error)) for step, kl, error in saved["looks"]]
+        for kept, theirs in ((self.weights, saved["weights"]), (self.best, saved["best"])):
+            for tensor, stored in zip(kept, theirs, strict=True):
+                tensor.copy_(stored)
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+    def report(self) -> dict[str, Any]:
+        """What was done and what it brought, as plain data."""
+        seq = self.mixture.seq
+        tokens = self.done * self.settings.rows * seq
+        return {
+            "steps": self.done,
+            "best_step": self.best_step,
+            "rows": self.settings.rows,
+            "seq": seq,
+            "tokens": tokens,
+            "windows": list(self.windows),
+            "learning_rate": self.settings.learning_rate,
+            "trained_values": sum(weight.numel() for weight in self.weights),
+            "held_out_kl": {"start": round(self.looks[0][1], 6), "best": round(self.best_kl, 6)},
+            "looks": [[step, round(kl, 6), round(error, 6)] for step, kl, error in self.looks],
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(tokens / self.seconds, 1) if self.seconds else None,
+        }
+
+
+def _mean(parts: list[tuple[int, Distance]]) -> Distance:
+    """The distance over rows of several batches."""
+    total = sum(rows for rows, _ in parts)
+    return Distance(
+        *(sum(n * getattr(d, f.name) for n, d in parts) / total for f in fields(Distance))
+    )
