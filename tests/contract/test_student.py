@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.fitting.frozen import frozen
+from kvfold.runtime.adapters import adapted
 from kvfold.runtime.attach import Attachment
 from kvfold.runtime.capture import plain_pass
 from kvfold.runtime.student import Student
@@ -50,7 +51,7 @@ def test_student_computes_what_the_attached_model_does(
         pytest.skip("made of two passes; its methods are tested apart")
     made = case(arch, method)
     ids = helpers.tokens(LENGTH, rows=2)
-    with torch.no_grad(), frozen(made.model):
+    with torch.no_grad(), frozen(made.model), adapted(made.model, made.addon.lora):
         ours = hidden_of(student_of(made), made, ids)
     with made.attach() as attached:
         theirs = served(attached, made, ids)
@@ -86,6 +87,7 @@ GRADIENTS = (
     ("qwen3_5", "csa2+pool-head"),
     ("qwen3", "latent"),
     ("phi3", "ced"),
+    ("phi3", "ced-csa2+lora-qkvo"),
 )
 
 
@@ -102,8 +104,10 @@ def test_gradients_are_those_of_finite_differences(
 ) -> None:
     made = case(family, entry)
     student = student_of(made)
-    weights = list(made.addon.pipelines.parameters())
-    with frozen(made.model), student.running(), torch.enable_grad():
+    lora = made.addon.lora
+    weights = [*made.addon.pipelines.parameters(), *(lora.parameters() if lora else ())]
+    terms = adapted(made.model, lora)
+    with frozen(made.model), terms, student.running(), torch.enable_grad():
         found = found_by_quietly(student, made, helpers.tokens(LENGTH))
         for weight in weights:
             weight.requires_grad_(True)
