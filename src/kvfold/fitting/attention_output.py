@@ -119,7 +119,8 @@ class LayerAttention:
 
         fold: this layer, with the pipeline that made the slots. codes: (batch, slots, code_width)
         from `Pipeline.whole_slots`. window: in place of the plan's. quantised: whether slots that
-        the layer keeps expanded come back from the pipeline's bits; codes that are kept are given so.
+        the layer keeps expanded come back from the pipeline's bits; codes that are kept are given
+        so.
         """
         pipeline = fold.pipeline
         window = plan.window if window is None else window

@@ -37,6 +37,7 @@ from kvfold.fitting.parts import PARTS, Part, check_parts
 from kvfold.fitting.scaled_adam import ScaledAdam
 from kvfold.fitting.seeds import derived_seed
 from kvfold.fitting.weight_scales import start_weights, weight_groups
+from kvfold.methods import Activations
 from kvfold.runtime.adapters import adapted
 from kvfold.runtime.capture import capture, plain_pass
 from kvfold.runtime.student import Student
@@ -129,9 +130,7 @@ def distil(
         if checkpoint is not None:
             run.go_on_from(checkpoint)
         with progress_bar(progress, unit="steps") as bar:
-            bar[0].update(
-                bar[1], description="distil", total=settings.steps, visible=True, rate=""
-            )
+            bar[0].update(bar[1], description="distil", total=settings.steps, visible=True, rate="")
             while not run.is_over:
                 run.step(log)
                 bar[0].update(bar[1], completed=run.done, rate=f"held-out KL {run.best_kl:.4f}")
@@ -279,13 +278,14 @@ class Distiller:
         """Gradients of one step; returns the distance before it."""
         rows = self.mixture.batch(self.done, self.settings.rows)
         window, parts = self._window(), []
+        seed = derived_seed(self.settings.seed, "positions", self.done)
         for ids in rows.split(self.settings.rows_at_once or len(rows)):
             found, teacher = self._teach(ids)
             with adapted(self.model, self.addon.lora), self.student.running():
                 with torch.enable_grad():
                     hidden = self.student(found, window=window)
                 moved, gradient = distance_and_gradient(
-                    self.model, hidden, teacher, self.settings.loss
+                    self.model, hidden, teacher, self.settings.loss, seed=seed
                 )
                 if not math.isfinite(moved.loss):
                     raise FitError(
@@ -296,8 +296,17 @@ class Distiller:
             parts.append((len(ids), moved))
         return _mean(parts)
 
-    def _teach(self, ids: Tensor) -> tuple[Any, Tensor]:
-        return plain_pass(self.model, self.student.shape, self.student.sources, ids)
+    def _teach(self, ids: Tensor) -> tuple[Activations, Tensor]:
+        """What the student is handed, and the final hidden states that it should come to.
+
+        Codes that are made of a pass of their own are served from one with low-rank terms on.
+        """
+        student = self.student
+        found, teacher = plain_pass(self.model, student.shape, student.sources, ids)
+        if self.addon.lora is not None and student.lags:
+            with adapted(self.model, self.addon.lora):
+                found = capture(self.model, student.shape, student.sources, ids)
+        return found, teacher
 
     @torch.no_grad()
     def _look(self, log: Log | None) -> None:

@@ -11,7 +11,6 @@ chunk's gradient in the hidden states is worked out and its logits are forgotten
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import FitError
+from kvfold.fitting.seeds import drawn_order
 from kvfold.runtime.logits import logits
 
 CHUNK_ROWS = 128
@@ -31,12 +31,15 @@ class LossSettings:
 
     temperature: of the KL, above 0. hidden_weight: of the final hidden states' squared error,
     relative to their size; 0 leaves it out. reverse: the share of the KL that is taken from the
-    student to the teacher, from 0 to 1. Raises `FitError` for other values.
+    student to the teacher, from 0 to 1. logits_share: the share of positions, drawn anew in each
+    step, whose predictions a step compares: in a small model logits are half of its cost. Raises
+    `FitError` for other values.
     """
 
     temperature: float = 2.0
     hidden_weight: float = 1.0
     reverse: float = 0.0
+    logits_share: float = 1.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature > 0):
@@ -45,6 +48,8 @@ class LossSettings:
             raise FitError(f"hidden_weight must be at least 0; got {self.hidden_weight}")
         if not 0 <= self.reverse <= 1:
             raise FitError(f"reverse must be a share from 0 to 1; got {self.reverse}")
+        if not 0 < self.logits_share <= 1:
+            raise FitError(f"logits_share must be above 0 and at most 1; got {self.logits_share}")
 
 
 @dataclass(frozen=True)
@@ -64,43 +69,57 @@ def distance(
     model: Any, student: Tensor, teacher: Tensor, settings: LossSettings | None = None
 ) -> Distance:
     """How far two runs are apart. student, teacher: (batch, seq, hidden), final hidden states."""
-    found, _ = _walk(model, student.detach(), teacher, settings or LossSettings(), learn=False)
+    settings = settings or LossSettings()
+    every = torch.arange(student[..., 0].numel())
+    found, _ = _walk(model, student.detach(), teacher, settings, every, learn=False)
     return found
 
 
 def distance_and_gradient(
-    model: Any, student: Tensor, teacher: Tensor, settings: LossSettings
+    model: Any, student: Tensor, teacher: Tensor, settings: LossSettings, *, seed: int = 0
 ) -> tuple[Distance, Tensor]:
-    """The same, and the gradient of `loss` in the student's hidden states, of their shape."""
-    found, gradient = _walk(model, student.detach(), teacher, settings, learn=True)
+    """The same, and the gradient of `loss` in the student's hidden states, of their shape.
+
+    seed: of the draw of positions whose predictions are compared; the KL is then their mean.
+    """
+    count = student[..., 0].numel()
+    drawn = drawn_order(count, seed)[: max(1, round(settings.logits_share * count))].sort().values
+    found, gradient = _walk(model, student.detach(), teacher, settings, drawn, learn=True)
     assert gradient is not None
     return found, gradient
 
 
 def _walk(
-    model: Any, student: Tensor, teacher: Tensor, settings: LossSettings, *, learn: bool
+    model: Any,
+    student: Tensor,
+    teacher: Tensor,
+    settings: LossSettings,
+    compared: Tensor,
+    *,
+    learn: bool,
 ) -> tuple[Distance, Tensor | None]:
+    """compared: indices among all positions, in order, of those whose logits are made."""
     ours, theirs = student.flatten(0, -2), teacher.flatten(0, -2)
-    count = len(ours)
-    size = theirs.double().pow(2).sum().clamp_min(torch.finfo(torch.float32).tiny)
-    gradient = torch.zeros_like(ours) if learn else None
-    totals = torch.zeros(3, dtype=torch.float64, device=ours.device)
-    for rows in _chunks(count):
+    error, gradient = _hidden_error(ours, theirs)
+    gradient *= settings.hidden_weight
+    softened = plain = 0.0
+    for rows in compared.to(ours.device).split(CHUNK_ROWS):
         hidden = ours[rows].requires_grad_(learn)
         with torch.set_grad_enabled(learn):
-            softened, plain = _divergence(model, hidden, theirs[rows], settings)
-            error = (hidden - theirs[rows]).to(softened.dtype).pow(2).sum() / size
-            loss = softened / count + settings.hidden_weight * error
-        if gradient is not None:
-            (gradient[rows],) = torch.autograd.grad(loss, hidden)
-        totals += torch.stack([loss.detach(), plain / count, error.detach()]).double()
-    loss_, kl, error_ = totals.tolist()
-    return Distance(loss_, kl, error_), None if gradient is None else gradient.view_as(student)
+            kl, at_one = _divergence(model, hidden, theirs[rows], settings)
+        if learn:
+            gradient[rows] += torch.autograd.grad(kl, hidden)[0] / len(compared)
+        softened += float(kl.detach()) / len(compared)
+        plain += float(at_one) / len(compared)
+    loss = softened + settings.hidden_weight * error
+    return Distance(loss, plain, error), gradient.view_as(student) if learn else None
 
 
-def _chunks(count: int) -> Iterator[slice]:
-    for start in range(0, count, CHUNK_ROWS):
-        yield slice(start, min(start + CHUNK_ROWS, count))
+def _hidden_error(ours: Tensor, theirs: Tensor) -> tuple[float, Tensor]:
+    """Squared error relative to the teacher's size, and its gradient in ours."""
+    size = theirs.float().pow(2).sum().clamp_min(torch.finfo(torch.float32).tiny)
+    difference = _wide(ours - theirs)
+    return float(difference.pow(2).sum() / size), (2 * difference / size).to(ours.dtype)
 
 
 def _divergence(

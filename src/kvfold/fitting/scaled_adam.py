@@ -4,7 +4,8 @@ Maps that come from a closed form have rows whose outputs differ a hundredfold b
 inputs that lie along few directions. One learning rate for all weights then drowns what is fitted
 in some and moves nothing in others. Here a step is measured by what it does to outputs: each
 output row moves in units of its own standard deviation, and where a whitening matrix P is given
-(`P P' = inverse covariance of the inputs`) Adam runs on `V = W P^-T`, whose inputs `P' x` are white.
+(`P P' = inverse covariance of the inputs`) Adam runs on `V = W P^-T`, whose inputs `P' x` are
+white.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ LEAST_SHARE = 1e-2
 """Inputs and outputs that hardly vary are taken to vary by this share of the others' spread."""
 
 
-def weight_groups(
-    pipelines: Sequence[Pipeline], parts: Collection[str]
-) -> list[dict[str, Any]]:
+def weight_groups(pipelines: Sequence[Pipeline], parts: Collection[str]) -> list[dict[str, Any]]:
     """Groups of `ScaledAdam`, one for each weight of some parts, with scales yet to be measured.
 
     name: the pipeline's number and the weight's name in it. A weight of several pipelines comes
@@ -88,8 +86,7 @@ def _spreads(
             for layer in pipeline.layers:
                 pipeline.depth.decode(layer, codes)
     return {
-        name: _Spread(_spread(inputs), _spread(outputs))
-        for name, (inputs, outputs) in seen.items()
+        name: _Spread(_spread(inputs), _spread(outputs)) for name, (inputs, outputs) in seen.items()
     }
 
 

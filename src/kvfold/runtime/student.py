@@ -98,6 +98,11 @@ class Student:
     def _lags(pipeline: Pipeline) -> bool:
         return pipeline.depth.needs_window and pipeline.depth.code_width > 0
 
+    @property
+    def lags(self) -> bool:
+        """Whether some codes are made of activations that a call is given, not of its own."""
+        return any(self._lags(pipeline) for pipeline in self.pipelines)
+
     def _is_below(self, source: Source) -> bool:
         """Whether an activation comes up before the first layer that student and teacher differ
         in, or as its input.
@@ -229,7 +234,9 @@ class Student:
         if fold.reading != "expanded":
             codes = pipeline.rounded_codes(codes)
         keys, values = fold.unfold(codes[:, None], self._slot_rotation(pipeline, codes))
-        return pipeline.rounded_heads(keys, values) if fold.reading == "expanded" else (keys, values)
+        return (
+            pipeline.rounded_heads(keys, values) if fold.reading == "expanded" else (keys, values)
+        )
 
     def _slot_rotation(self, pipeline: Pipeline, codes: Tensor) -> Rotation:
         key = pipeline.group, pipeline.slot_position
