@@ -118,12 +118,12 @@ def test_what_cannot_be_is_refused_by_its_key(keys, words):
 def test_a_file_that_is_no_recipe_is_refused_with_its_path(tmp_path, text):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    with pytest.raises(RecipeError, match="recipe.yaml"):
+    with pytest.raises(RecipeError, match=r"recipe\.yaml"):
         Recipe.from_file(path)
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="none.yaml"):
+    with pytest.raises(RecipeError, match=r"none\.yaml"):
         Recipe.from_file(tmp_path / "none.yaml")
 
 

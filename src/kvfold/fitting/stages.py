@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kvfold.anatomy import Anatomy, anatomy
-from kvfold.errors import EvaluationError, FitError
+from kvfold.errors import CacheError, EvaluationError, FitError
 from kvfold.evaluation.report import write_json
 from kvfold.evaluation.runner import Quality
 from kvfold.fitting.checkpoint import job_digest
@@ -232,7 +232,7 @@ class _Runner:
         """Quality, or why there is none."""
         try:
             return self.held_out.measure(name, addon), None
-        except EvaluationError as error:
+        except (CacheError, EvaluationError) as error:
             return None, str(error)
 
     def _load(self, name: str) -> AddOn:
