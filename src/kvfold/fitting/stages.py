@@ -20,6 +20,7 @@ import torch
 
 from kvfold.anatomy import Anatomy, anatomy
 from kvfold.errors import CacheError, EvaluationError, FitError
+from kvfold.evaluation.recovery import history_recovery
 from kvfold.evaluation.report import write_json
 from kvfold.evaluation.runner import Quality
 from kvfold.fitting.checkpoint import job_digest
@@ -69,9 +70,7 @@ def run_recipe(
     and what plans, texts and stages raise.
     """
     shape = anatomy(model)
-    plan = recipe.plan_for(shape)
-    for entry in recipe.stages:
-        entry.kind.require(plan, shape)
+    plan = check_recipe(recipe, shape, data)
     work.mkdir(parents=True, exist_ok=True)
     text = recipe_text(recipe, model, tokenizer, work, data=data, progress=progress)
     runner = _Runner(recipe, model, shape, plan, text, work, log or (lambda _: None))
@@ -79,6 +78,18 @@ def run_recipe(
         if number >= len(runner.done):
             runner.run(number, entry, checkpoint_every=checkpoint_every, progress=progress)
     return runner.result()
+
+
+def check_recipe(recipe: Recipe, shape: Anatomy, data: Path | None = None) -> Plan:
+    """The plan of a recipe for a model; raises, before any work, what `run_recipe` would.
+
+    Texts are looked at only when they are read.
+    """
+    plan = recipe.plan_for(shape)
+    for entry in recipe.stages:
+        entry.kind.require(plan, shape)
+    recipe.text_in(data)
+    return plan
 
 
 def recipe_text(
@@ -226,7 +237,11 @@ class _Runner:
             "base": asdict(self.held_out.base),
             "dropped": asdict(self.dropped),
             "folded": None if self.quality is None else asdict(self.quality),
+            "recovery": None if self.quality is None else self._recovery(self.quality),
         }
+
+    def _recovery(self, folded: Quality) -> float | None:
+        return history_recovery(self.dropped.loss, folded.loss, self.held_out.base.loss)
 
     def _measure(self, name: str, addon: AddOn) -> tuple[Quality | None, str | None]:
         """Quality, or why there is none."""
