@@ -74,7 +74,7 @@ def test_a_recipe_leaves_an_addon_with_its_card_and_says_what_each_stage_brought
     assert left == {"out", "recipe.yaml", "report.json", "run.jsonl"}
     report = AddOn.from_pretrained(folder).report
     assert json.loads(figures.read_text()) == report
-    lines = [line.split() for line in done.output.splitlines()]
+    lines = [line.split() for line in done.stdout.splitlines()]
     for stage in report["stages"]:
         row = next(line for line in lines if line[:1] == [stage["name"]])
         before, after = (f"{stage[key]:.4f}" for key in ("kl_before", "kl_after"))

@@ -36,10 +36,9 @@ import kvfold
 model, tokenizer = kvfold.load({model})
 addon = kvfold.AddOn.from_pretrained({folder}, dtype=model.dtype, device=model.device)
 prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids.to(model.device)
-with kvfold.attach(model, addon) as attachment:
-    cache = attachment.new_cache()
-    output = model.generate(prompt, past_key_values=cache, max_new_tokens=30)
-print(tokenizer.decode(output[0]), cache.nbytes().total, "bytes")
+with kvfold.attach(model, addon):
+    output = model.generate(prompt, max_new_tokens=200, do_sample=False)
+print(tokenizer.decode(output[0]))
 """
 
 
