@@ -100,7 +100,7 @@ def fit_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="smollm2-135m (embedded), tiny-hybrid (trained on a made-up language), a folder "
             "or a hub id. With a recipe, instead of its own.",
         ),
