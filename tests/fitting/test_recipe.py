@@ -152,6 +152,12 @@ def test_the_data_folder_is_put_in_place_and_asked_for():
     assert recipe().text_in(None) == (TextPart(),)
 
 
+def test_a_recipe_is_written_in_the_order_of_its_keys_and_counts_stay_whole():
+    made = Recipe.from_yaml(YAML).to_dict()
+    assert list(made) == list(Recipe.model_fields)
+    assert repr(recipe(held_out=1024).to_dict()["held_out"]) == "1024"
+
+
 def test_the_yaml_of_a_recipe_never_names_python_objects():
     assert "!!" not in Recipe.from_yaml(YAML).to_yaml()
     assert yaml.safe_load(Recipe.from_yaml(YAML).to_yaml())["stages"][1]["windows"] == [32, 64]

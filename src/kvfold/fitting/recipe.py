@@ -88,7 +88,7 @@ class Recipe(Frozen):
     plan: str | dict[str, Any]
     text: tuple[TextPart, ...] = (TextPart(),)
     seq: Annotated[Count, Field(ge=2)] = 512
-    held_out: Annotated[float, Field(gt=0)] = 8192
+    held_out: Annotated[int | float, Field(gt=0)] = 8192
     seed: StrictInt = 0
     self_text: SelfText = SelfText()
     stages: Annotated[tuple[StageEntry, ...], Field(min_length=1)]
@@ -123,7 +123,7 @@ class Recipe(Frozen):
 
     @field_validator("held_out")
     @classmethod
-    def _held_out_is_a_share_or_a_count(cls, value: float) -> float:
+    def _held_out_is_a_share_or_a_count(cls, value: int | float) -> int | float:
         if value >= 1 and value != int(value):
             raise ValueError("held_out must be a share below 1, or a whole number of tokens")
         return value
@@ -185,10 +185,10 @@ class Recipe(Frozen):
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain data, defaults included."""
-        made = self.model_dump(mode="json", exclude={"text", "stages"})
-        made["text"] = [_plain(dataclasses.asdict(part)) for part in self.text]
-        made["stages"] = [stage.to_dict() for stage in self.stages]
-        return made
+        texts = [_plain(dataclasses.asdict(part)) for part in self.text]
+        own = {"text": texts, "stages": [stage.to_dict() for stage in self.stages]}
+        plain = self.model_dump(mode="json", exclude=set(own))
+        return {key: own[key] if key in own else plain[key] for key in type(self).model_fields}
 
     def to_json(self) -> str:
         """The recipe as JSON text."""

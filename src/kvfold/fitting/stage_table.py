@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 from kvfold.anatomy import Anatomy
 from kvfold.fitting.closed_form import ClosedFormSettings, closed_form_stage
+from kvfold.fitting.distil import DistilSettings, distil
 from kvfold.fitting.gates import GateSettings
 from kvfold.fitting.gates_stage import require_gates, train_gates_stage
+from kvfold.fitting.refine import RefineSettings, refine
 from kvfold.plan import Plan
 
 
@@ -40,6 +42,8 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
     {
         "closed-form": StageKind(ClosedFormSettings, closed_form_stage),
         "gates": StageKind(GateSettings, train_gates_stage, require_gates),
+        "refine": StageKind(RefineSettings, refine),
+        "distil": StageKind(DistilSettings, distil),
     }
 )
 """By the name in recipes."""

@@ -26,7 +26,7 @@ from kvfold.store.addon import AddOn
 CARD_FILE = "README.md"
 PLOT_FILE = "kvfold-quality.png"
 MARKER = "<!-- written by kvfold: a new fit replaces this file -->"
-SPECIAL = re.compile(r"([\\`*_{}\[\]()#!|~$])")
+SPECIAL = re.compile(r"([\\`*_\[\]#|~$])")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 FINGERPRINT_DIGITS = 12
 
@@ -227,10 +227,10 @@ def _data(data: Mapping[str, Any]) -> str:
 
 
 def _licence(licence: str | None) -> str:
-    said = "see the base model" if licence is None else f"it is {plain(licence)}"
+    said = "see the base model" if licence is None else plain(licence)
     return (
-        "The add-on is of use only with the base model, to which it was fitted. For the licence of "
-        f"that model: {said}."
+        "The add-on is of use only with the base model, to which it was fitted. That "
+        f"model's licence: {said}."
     )
 
 
