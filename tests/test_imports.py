@@ -28,7 +28,12 @@ LEVELS = (
     ("__main__",),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
-SAME_LEVEL_ALLOWED = {("fitting", "store"), ("evaluation", "store"), ("serving", "store")}
+SAME_LEVEL_ALLOWED = {
+    ("fitting", "store"),
+    ("fitting", "evaluation"),
+    ("evaluation", "store"),
+    ("serving", "store"),
+}
 CALLED_LATER = {("plan", "budget")}
 """`Plan.for_budget` asks a part above it, inside the call: importing plan doesn't bring it."""
 HEAVY = ("torch", "transformers", "pydantic", "matplotlib", "typer", "rich", "numpy")

@@ -18,6 +18,10 @@ class PlanError(KvfoldError, ValueError):
     """A plan is malformed, or does not fit the model that it is meant for."""
 
 
+class RecipeError(KvfoldError, ValueError):
+    """A recipe is malformed, or asks for what is not there."""
+
+
 class AttachError(KvfoldError, RuntimeError):
     """An add-on can't be attached to, or used on, this model in its present state."""
 

@@ -89,6 +89,34 @@ def load_tokenizer(name: str | Path = DEFAULT_MODEL) -> Any:
     return _from_pretrained(AutoTokenizer, _folder_of(name))
 
 
+def base_licence(name: str | Path = DEFAULT_MODEL) -> str | None:
+    """The licence of a model's weights as its own card or package says, None where neither does.
+
+    name: as in `load`. A hub id may ask the hub; nothing is raised if it can't be reached.
+    """
+    if _is(name, DEFAULT_MODEL) or _is(name, TINY_HYBRID):
+        package, key = (
+            (DEFAULT_PACKAGE, "license")
+            if _is(name, DEFAULT_MODEL)
+            else ("kvfold", "license_expression")
+        )
+        try:
+            entries = metadata.metadata(package).json
+        except metadata.PackageNotFoundError:
+            return None
+        said = entries.get(key)
+        return said.lower() if isinstance(said, str) else None
+    from huggingface_hub import ModelCard
+
+    folder = Path(name).expanduser()
+    card = folder / "README.md" if folder.is_dir() else str(name)
+    try:
+        found = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict().get("license")
+    except Exception:  # noqa: BLE001 - no card, no hub or a card that can't be read: not known
+        return None
+    return found if isinstance(found, str) and found else None
+
+
 def cache_folder() -> Path:
     """Where converted models are kept: `$KVFOLD_CACHE`, or kvfold in the user's cache folder."""
     named = os.environ.get(CACHE_VARIABLE)

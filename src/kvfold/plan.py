@@ -146,7 +146,7 @@ class Plan(Frozen):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise PlanError(_explain(error)) from None
+            raise PlanError(explain(error)) from None
 
     @classmethod
     def from_yaml(cls, text: str) -> Plan:
@@ -205,13 +205,15 @@ class Plan(Frozen):
         check_plan(self, anatomy)
 
 
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError, what: str = "plan") -> str:
+    """What is wrong with plain data that should be a plan, or something else, key by key."""
     lines = []
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or "plan"
-        received = "" if item["type"] == "missing" else f"; got {item['input']!r}"
+        where = ".".join(str(part) for part in item["loc"]) or what
+        told = item["type"] == "missing" or "; got " in item["msg"]
+        received = "" if told else f"; got {item['input']!r}"
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown key {where}{received}; remove it or correct its spelling")
         else:
-            lines.append(f"{where}: {item['msg']}{received}")
-    return "the plan is not valid: " + "; ".join(lines)
+            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}{received}")
+    return f"the {what} is not valid: " + "; ".join(lines)

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from kvfold.anatomy import anatomy
-from kvfold.cli.fit import EXAMPLE_PLAN, calibration_window, report_table, scanned_heads
+from kvfold.cli.fit import EXAMPLE_PLAN, calibration_window
+from kvfold.cli.fit_report import report_table, scanned_heads
 from kvfold.describe import describe
 from kvfold.models import load_config
 from kvfold.plan import Plan

@@ -9,8 +9,7 @@ import torch
 
 from kvfold.anatomy import anatomy, text_decoder
 from kvfold.errors import CorpusError, FitError, PlanError
-from kvfold.fitting import components
-from kvfold.fitting import fit as fit_module
+from kvfold.fitting import closed_form, components
 from kvfold.fitting.fit import fit
 from kvfold.methods import Source, unit_rms_heads
 from kvfold.plan import Plan
@@ -153,14 +152,14 @@ def test_anchors_are_left_out_of_the_sums(tiny_model):
 
 def _interrupted(monkeypatch, after):
     calls = iter(range(1000))
-    plain = fit_module.capture
+    plain = closed_form.capture
 
     def failing(*args):
         if next(calls) >= after:
             raise KeyboardInterrupt
         return plain(*args)
 
-    monkeypatch.setattr(fit_module, "capture", failing)
+    monkeypatch.setattr(closed_form, "capture", failing)
 
 
 PLANS = {

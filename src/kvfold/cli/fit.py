@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvfold.cli.inspect import layer_ranges
+from kvfold.cli.fit_output import check_output, remove
+from kvfold.cli.fit_report import report_table, say_where, scanned_heads, write_report
 from kvfold.cli.options import (
     BytesPerTokenOption,
     DeviceOption,
     DtypeOption,
-    ModelArgument,
     PlanOption,
     PrefillOption,
     ReplayOption,
@@ -51,6 +50,10 @@ HELP = (
     "fitted in closed form, in one pass over the corpus a stage; the gates of a plan that pools "
     "tokens are then trained, a window of text a step. Nothing but the add-on is left on disk. "
     "How well it does on held-out text is shown and kept in the add-on.\n\n"
+    "With --recipe FILE everything comes from one YAML or JSON file: model, plan, texts, and the "
+    "stages of the training in order. Each stage is measured on held-out text, and one that made "
+    "it worse is not kept. A text whose source is ${DATA}/NAME is in the folder that --data names. "
+    "The add-on gets a model card. An interrupted run goes on with --resume.\n\n"
     "With --prefill skip most of a prompt runs through the lower layers only; the last tokens "
     "(--replay) run through all. --state-projector is for models with linear attention.\n\n"
     "A plan of all three axes, as a file for --plan. Groups of layers share a code (depth), 4 "
@@ -61,11 +64,27 @@ HELP = (
     "kvfold fit smollm2-135m --preset balanced --tokens 60000 -o my-addon\n"
     "kvfold fit smollm2-135m --times-smaller 8 -o my-addon\n"
     "kvfold fit smollm2-135m --preset ced --prefill skip --replay 256 -o my-addon\n"
-    "kvfold fit smollm2-135m --plan plan.yaml --gate-steps 200 -o my-addon"
+    "kvfold fit smollm2-135m --plan plan.yaml --gate-steps 200 -o my-addon\n"
+    "kvfold fit --recipe recipe.yaml --data my-texts --log run.jsonl -o my-addon"
 )
 
 WINDOW = 512
 """Tokens of a calibration window where only maps are fitted."""
+
+SAID_BY_RECIPES = (
+    "preset",
+    "plan",
+    "times_smaller",
+    "bytes_per_token",
+    "prefill",
+    "replay",
+    "state_projector",
+    "corpus",
+    "tokens",
+    "held_out_tokens",
+    "window",
+    "gate_steps",
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -74,10 +93,34 @@ def register(app: typer.Typer) -> None:
 
 
 def fit_command(
-    model: ModelArgument,
+    context: typer.Context,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the add-on.")
+        Path, typer.Option("--output", "--out", "-o", metavar="DIR", help="Folder for the add-on.")
     ],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="smollm2-135m (embedded), tiny-hybrid (trained on a made-up language), a folder "
+            "or a hub id. With a recipe, instead of its own.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Everything from one file; see training/recipes."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="What ${DATA} stands for in a recipe's texts."),
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a recipe's progress here, as JSON lines."),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the add-on's report here too."),
+    ] = None,
     preset: Annotated[
         str | None,
         typer.Option(
@@ -132,16 +175,24 @@ def fit_command(
     device: DeviceOption = None,
 ) -> None:
     """Fit and save; see HELP."""
-    from kvfold.anatomy import anatomy
-    from kvfold.models import load_config
-
-    only_one(preset=preset, plan=plan, times_smaller=times_smaller, bytes_per_token=bytes_per_token)
     output = output.absolute() if output.name == "" else output
-    _check_output(output, force=force)
+    if recipe is not None:
+        from kvfold.cli.fit_recipe import RecipeOptions, fit_recipe
+
+        _refuse_given(context, SAID_BY_RECIPES, "is said by the recipe; change it there")
+        fit_recipe(
+            RecipeOptions(recipe, output, model, data, log, json_file, force, resume, dtype, device)
+        )
+        return
+    _refuse_given(context, ("data", "log"), "is for --recipe FILE")
+    if model is None:
+        raise typer.BadParameter("name a MODEL, or a --recipe FILE that does")
+    only_one(preset=preset, plan=plan, times_smaller=times_smaller, bytes_per_token=bytes_per_token)
+    check_output(output, force=force)
     own_plan = None if plan is None else read_plan(plan)
     screen = console()
     began = time.perf_counter()
-    shape = anatomy(load_config(model))
+    shape = _shape(model)
     chosen = own_plan or budget_plan(shape, times_smaller, bytes_per_token)
     usual = "ced" if prefill == "skip" or state_projector else "balanced"
     chosen = chosen or _preset(preset or usual, shape)
@@ -155,21 +206,38 @@ def fit_command(
     loaded = load_model(model, dtype, device)
     checkpoint = output.with_name(f"{output.name}.checkpoint")
     if not resume:
-        _remove(checkpoint)
+        remove(checkpoint)
     addon = _fit(loaded, chosen, text, gate_steps, checkpoint)
     addon.save_pretrained(output)
-    _remove(checkpoint)
+    remove(checkpoint)
+    _show(screen, addon, json_file)
+    seconds = time.perf_counter() - began
+    say_where(screen, addon, output, seconds, model)
+
+
+def _refuse_given(context: typer.Context, names: tuple[str, ...], why: str) -> None:
+    """Raise `typer.BadParameter` for an option that was given on the command line."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"--{name.replace('_', '-')} {why}")
+
+
+def _show(screen: Console, addon: Any, json_file: Path | None) -> None:
     if addon.report.get("layers") or addon.report.get("gates"):
         screen.print(report_table(addon.report))
     else:
         screen.print("This plan has no weights, so there was nothing to fit.")
     if "state_projector" in addon.report:
         screen.print(scanned_heads(addon.report["state_projector"]), highlight=False)
-    seconds = time.perf_counter() - began
-    size = addon.parameter_bytes() / 1e6
-    screen.print(f"Fitted in {seconds:.0f} s; {size:.1f} MB of weights written to {output}.")
-    how = " --continuation 128" if chosen.prefill == "skip" else ""
-    screen.print(f"Next: kvfold evaluate {model} --addon {output}{how}", highlight=False)
+    write_report(addon.report, json_file)
+
+
+def _shape(model: str) -> Anatomy:
+    from kvfold.anatomy import anatomy
+    from kvfold.models import load_config
+
+    return anatomy(load_config(model))
 
 
 @dataclass(frozen=True)
@@ -252,79 +320,3 @@ def _fit(
     )
     gates = None if gate_steps is None else GateSettings(steps=gate_steps)
     return fit(model, plan, windows.train, windows.held_out, gates=gates, checkpoint=checkpoint)
-
-
-def _check_output(output: Path, *, force: bool) -> None:
-    """Refuse before the fit what could not be written after it."""
-    if not output.exists():
-        return
-    if not output.is_dir():
-        raise typer.BadParameter(f"{output} is a file; an add-on is a folder")
-    if any(output.iterdir()):
-        if not force:
-            raise typer.BadParameter(f"{output} exists; choose another folder or add --force")
-        if not (output / "addon.json").exists():
-            raise typer.BadParameter(f"{output} holds something else than an add-on")
-
-
-def report_table(report: dict[str, Any]) -> Any:
-    """A row for each layer that was fitted: held-out R^2 and attention-output cosine, and the
-    error of its gate in the first and last tenth of the training, if it has one."""
-    from rich import box
-    from rich.table import Table
-
-    gates = report.get("gates", {}).get("error", {})
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1), caption=_caption(report), caption_justify="left"
-    )
-    table.add_column("layer", justify="right")
-    table.add_column("method")
-    for heading in ("R² of keys", "R² of values", "attention cosine"):
-        table.add_column(heading, justify="right")
-    if gates:
-        table.add_column("gate error, before", justify="right")
-        table.add_column("after", justify="right")
-    layers = report.get("layers", {})
-    for layer in sorted({*layers, *gates.get("first", {})}, key=int):
-        figures = layers.get(layer, {})
-        cells = [figures.get(key) for key in ("keys_r2", "values_r2", "attention_cosine")]
-        cells += [gates[part].get(layer) for part in ("first", "last") if gates]
-        shown = ("-" if cell is None else f"{cell:.4f}" for cell in cells)
-        table.add_row(layer, figures.get("method", ""), *shown)
-    return table
-
-
-def scanned_heads(report: dict[str, Any]) -> str:
-    """How many heads' states are scanned over skipped tokens, layer by layer, in a line."""
-    by_count: dict[int, list[int]] = {}
-    for layer, count in report["scanned"].items():
-        by_count.setdefault(count, []).append(int(layer))
-    parts = [
-        f"{count} in layer{'s' if len(layers) > 1 else ''} {layer_ranges(layers)}"
-        for count, layers in by_count.items()
-    ]
-    return (
-        f"States over skipped tokens: of {report['heads']} heads a layer, scanned are "
-        f"{'; '.join(parts)}. The others forget them while the replay runs."
-    )
-
-
-def _caption(report: dict[str, Any]) -> str:
-    caption = f"on {report.get('held_out_tokens', 0):,} held-out tokens"
-    mean = report.get("mean_attention_cosine")
-    if mean is not None:
-        caption += f"; mean attention-output cosine {mean:.4f}"
-    gates = report.get("gates")
-    if gates:
-        caption += (
-            f"; gates trained for {gates['steps']} steps: squared error of the layer's output "
-            "relative to its size, on the training text, mean of the first and last tenth"
-        )
-    return caption
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,33 @@ def load_checkpoint(path: Path, job: str) -> dict[str, Any] | None:
             f"model, text, batch or ridge; {remedy}"
         )
     return state
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where one job keeps how far it is; without a path nothing is kept.
+
+    job: see `job_digest`. every: steps or batches after which it is due.
+    """
+
+    path: Path | None
+    job: str
+    every: int
+
+    def load(self) -> dict[str, Any] | None:
+        """What was saved last, None for nothing; raises as `load_checkpoint`."""
+        return None if self.path is None else load_checkpoint(self.path, self.job)
+
+    def due(self, done: int) -> bool:
+        """Whether to save after so many steps."""
+        return self.path is not None and done > 0 and done % self.every == 0
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write atomically, if there is a path."""
+        if self.path is not None:
+            save_checkpoint(self.path, self.job, state)
+
+    def remove(self) -> None:
+        """Delete the file: the job is done."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)

@@ -54,20 +54,19 @@ def train_gates(
     model: Any,
     shape: Anatomy,
     trainers: Sequence[GateTrainer],
-    tokens: Tensor,
+    row: Callable[[int], Tensor],
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Every step that is left of some trainers of equal settings, one forward a step for all.
+    """Every step that is left of some trainers of equal settings, one forward a row for all.
 
-    tokens: (windows, seq) ids without padding.
+    row: the n-th row of the text, (1, seq) ids without padding; `moves` steps use one row.
     """
     settings = trainers[0].settings
     sources = frozenset[Source]().union(*(trainer.sources for trainer in trainers))
     exact: dict[Source, Tensor] = {}
     for number in range(min(trainer.done for trainer in trainers), settings.steps):
         if not exact or number % settings.moves == 0:
-            ids = _row(tokens, number // settings.moves, settings.seed)
-            captured = capture(model, shape, sources, ids)
+            captured = capture(model, shape, sources, row(number // settings.moves))
             exact = {source: exact_dtype(x) for source, x in captured.items()}
         known: KnownOutputs = {}
         for trainer in trainers:
@@ -75,8 +74,11 @@ def train_gates(
         after_step()
 
 
-def _row(tokens: Tensor, number: int, seed: int) -> Tensor:
-    """A row of the text, (1, seq): each once in a drawn order, then again in another."""
+def drawn_row(tokens: Tensor, seed: int, number: int) -> Tensor:
+    """The n-th row of a text, (1, seq): each once in a drawn order, then again in another.
+
+    tokens: (windows, seq).
+    """
     turn, place = divmod(number, len(tokens))
     chosen = int(drawn_order(len(tokens), seed + turn)[place])
     return tokens[chosen : chosen + 1]

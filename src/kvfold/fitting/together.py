@@ -8,6 +8,7 @@ ranks share one set of sums, since each rank's components are the leading ones o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,18 @@ from torch import Tensor, nn
 
 from kvfold.anatomy import Anatomy, anatomy, text_decoder
 from kvfold.fitting.bar import progress_bar
+from kvfold.fitting.closed_form import check_enough, check_windows
 from kvfold.fitting.decay import set_kept
 from kvfold.fitting.dispersion import DEFAULT_STRENGTH
-from kvfold.fitting.fit import check_enough, check_windows
 from kvfold.fitting.frozen import frozen
-from kvfold.fitting.gates import GateSettings, GateTrainer, gate_of, train_gates, trainable
+from kvfold.fitting.gates import (
+    GateSettings,
+    GateTrainer,
+    drawn_row,
+    gate_of,
+    train_gates,
+    trainable,
+)
 from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.ridge import DEFAULT_RIDGE
 from kvfold.fitting.tasks import ComponentsTask, HasProblems, Task, stages, tasks_of_stage
@@ -127,7 +135,8 @@ def _trained(
         with frozen(model), progress_bar(progress) as (bar, _):
             shown = bar.add_task(f"gates of {len(by_gates)} plans", total=settings.steps, rate="")
             members = list(by_gates.values())
-            train_gates(model, shape, members, tokens, lambda: bar.advance(shown))
+            row = partial(drawn_row, tokens, settings.seed)
+            train_gates(model, shape, members, row, lambda: bar.advance(shown))
     for name, trainer in trainers.items():
         own = {pipeline.layers: pipeline for pipeline in trainable(pipelines[name])}
         for pipeline in trainer.pipelines:

@@ -119,16 +119,22 @@ class AddOn:
         """Bytes of the add-on's weights."""
         return sum(p.numel() * p.element_size() for p in self.parameters())
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, beside: Mapping[str, bytes] | None = None
+    ) -> None:
         """Write the add-on to a folder, whole or not at all.
 
         An add-on that is there already is replaced in one rename, and other files beside it are
-        kept. Raises `AddOnError` for a path that holds something else.
+        kept. beside: further files by name, written with it. Raises `AddOnError` for a path that
+        holds something else.
         """
+        more = dict(beside or {})
         target = Path(folder).absolute()
         check_replaceable(target, DESCRIPTION_FILE, "an add-on")
-        with replacing(target, (WEIGHTS_FILE, DESCRIPTION_FILE)) as made:
+        with replacing(target, (WEIGHTS_FILE, DESCRIPTION_FILE, *more)) as made:
             self._write(made)
+            for name, content in more.items():
+                (made / name).write_bytes(content)
 
     def export_lora(self, model: Any, folder: str | os.PathLike[str]) -> None:
         """Write the low-rank terms as a peft adapter of the base model.

@@ -1,0 +1,127 @@
+"""`kvfold fit --recipe`: run a recipe's stages, and write the add-on with its model card."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvfold.cli.fit_output import check_output, remove
+from kvfold.cli.fit_report import (
+    report_table,
+    say_where,
+    scanned_heads,
+    stages_table,
+    write_report,
+)
+from kvfold.cli.options import console, load_model
+
+if TYPE_CHECKING:
+    from kvfold.fitting.recipe import Recipe
+    from kvfold.store.addon import AddOn
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """The command line. model, dtype: instead of the recipe's own, as it is then reported."""
+
+    recipe: Path
+    output: Path
+    model: str | None
+    data: Path | None
+    log: Path | None
+    json_file: Path | None
+    force: bool
+    resume: bool
+    dtype: str | None
+    device: str | None
+
+
+def fit_recipe(options: RecipeOptions) -> None:
+    """Run the recipe, save the add-on, and show what each stage brought."""
+    from kvfold.anatomy import anatomy
+    from kvfold.describe import describe
+    from kvfold.fitting.json_lines import JsonLines
+    from kvfold.fitting.stages import check_recipe, run_recipe
+    from kvfold.models import load_config
+
+    check_output(options.output, force=options.force)
+    recipe = _recipe(options)
+    screen = console()
+    began = time.perf_counter()
+    shape = anatomy(load_config(recipe.model_name))
+    plan = check_recipe(recipe, shape, options.data)
+    screen.print(f"Recipe: {recipe.name}", highlight=False, markup=False)
+    screen.print(f"Plan: {describe(plan, shape)}", highlight=False)
+    work = options.output.with_name(f"{options.output.name}.work")
+    if not options.resume:
+        remove(work)
+    model, tokenizer = load_model(recipe.model_name, recipe.dtype, options.device or recipe.device)
+    with JsonLines(options.log, go_on=options.resume) as lines:
+        addon = run_recipe(recipe, model, tokenizer, work, data=options.data, log=lines.write)
+    card = _save(addon, recipe, options.output)
+    remove(work)
+    write_report(addon.report, options.json_file)
+    _show_layers(screen, addon)
+    screen.print(stages_table(addon.report))
+    if not card:
+        screen.print("The folder has a README.md of its own, so no model card was written.")
+    say_where(screen, addon, options.output, time.perf_counter() - began, recipe.model_name)
+
+
+def _recipe(options: RecipeOptions) -> Recipe:
+    from kvfold.fitting.recipe import Recipe
+
+    read = Recipe.from_file(options.recipe)
+    given = {"model": options.model, "dtype": options.dtype}
+    changes = {key: value for key, value in given.items() if value is not None}
+    return Recipe.from_dict({**read.to_dict(), **changes}) if changes else read
+
+
+def _save(addon: AddOn, recipe: Recipe, output: Path) -> bool:
+    from kvfold.models import base_licence
+    from kvfold.store.card import save_with_card
+
+    licence = base_licence(recipe.model_name)
+    return save_with_card(addon, output, licence=licence, plot=_plot(addon, recipe.name))
+
+
+def _show_layers(screen: Any, addon: AddOn) -> None:
+    """The table of layers, and what stages said that belongs to it."""
+    reports = {s["name"]: s["report"] for s in addon.report["stages"] if s["kept"]}
+    if addon.report.get("layers"):
+        gates = {"gates": reports["gates"]} if "gates" in reports else {}
+        screen.print(report_table({**addon.report, **gates}))
+    scanned = reports.get("closed-form", {}).get("state_projector")
+    if scanned is not None:
+        screen.print(scanned_heads(scanned), highlight=False)
+
+
+def _plot(addon: AddOn, title: str) -> bytes | None:
+    """Perplexity over bytes a token, a point for what each stage made; None without matplotlib."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        return None
+    from kvfold.budget import history_bytes, plain_history_bytes
+    from kvfold.evaluation.plot import Point, quality_plot
+
+    shape, figures = addon.base.anatomy, addon.report["held_out"]
+    size = history_bytes(addon.plan, shape) / 1000
+    dropped = history_bytes(addon.plan.without_history(), shape) / 1000
+    points = [
+        Point(f"after {stage['name']}  {stage['perplexity_after']:.2f}", size, at, "add-on")
+        for stage in addon.report["stages"]
+        if stage["kept"] and (at := stage["perplexity_after"]) is not None
+    ]
+    if dropped > 0:
+        at = figures["dropped"]["perplexity"]
+        points.append(Point(f"history dropped  {at:.2f}", dropped, at, "dropped"))
+    return quality_plot(
+        points,
+        base_size=plain_history_bytes(shape) / 1000,
+        base_perplexity=figures["base"]["perplexity"],
+        title=" ".join(title.split()).replace("$", r"\$"),
+        size_label="kB a token of history, all layers (16-bit)",
+    )

@@ -1,0 +1,228 @@
+"""Maps and codes in closed form: one pass over the text for each stage of the methods' problems.
+
+Every batch runs through the frozen model once, up to the last activation that is needed, and
+goes into sums whose size does not depend on the text; then the weights follow by linear algebra.
+Nothing is written to disk but a checkpoint, if one is asked for.
+
+Positions below the plan's anchors are left out of the sums: they are kept exact and never read
+from a code, and a first token's keys and values (an attention sink) are far from all others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress, TaskID
+from torch import Tensor
+
+from kvfold.anatomy import Anatomy, anatomy, text_decoder
+from kvfold.errors import CorpusError, FitError
+from kvfold.fitting.bar import progress_bar
+from kvfold.fitting.checkpoint import Checkpoint, job_digest
+from kvfold.fitting.decay import set_kept
+from kvfold.fitting.dispersion import DEFAULT_STRENGTH
+from kvfold.fitting.frozen import frozen
+from kvfold.fitting.gram import exact_dtype
+from kvfold.fitting.mixture import Mixture
+from kvfold.fitting.ridge import DEFAULT_RIDGE
+from kvfold.fitting.tasks import HasProblems, Task, stages, tasks_of_stage
+from kvfold.fitting.wide import wide
+from kvfold.methods import Activations, Source, depth_methods
+from kvfold.runtime.capture import capture
+from kvfold.store.addon import AddOn
+
+TOKENS_PER_BATCH = 1024
+"""Enough rows for matrix products to run at full speed on a CPU, few enough to stay small."""
+
+
+@dataclass(frozen=True)
+class ClosedFormSettings:
+    """How maps and codes are solved for.
+
+    ridge: see `kvfold.fitting.ridge`. key_dispersion: see `kvfold.fitting.dispersion`; 0 for plain
+    least squares. tokens: of the mixture, at most, rounded down to whole rows; as many rows as all
+    its parts have if None.
+    """
+
+    ridge: float = DEFAULT_RIDGE
+    key_dispersion: float = DEFAULT_STRENGTH
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.ridge >= 0:
+            raise FitError(f"ridge must be at least 0; got {self.ridge}")
+        if self.tokens is not None and self.tokens < 1:
+            raise FitError(f"the closed form's tokens must be at least 1; got {self.tokens}")
+
+
+def closed_form_stage(
+    model: Any,
+    addon: AddOn,
+    mixture: Mixture,
+    held_out: Tensor,
+    settings: ClosedFormSettings,
+    *,
+    checkpoint: Path | None = None,
+    checkpoint_every: int = 16,
+    log: Callable[[dict[str, Any]], None] | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Solve for every map and code of an add-on, in place; returns what the report says of it.
+
+    mixture: parts give rows by their weights. held_out: not used, as nothing is chosen here.
+    checkpoint: a file to go on from and to write every `checkpoint_every` batches; it is deleted
+    at the end. log: called with one line in the end. Raises `CorpusError` for too little text,
+    `FitError` for non-finite activations, degenerate features or a foreign checkpoint.
+    """
+    rows = sum(len(part.windows) for part in mixture.parts)
+    if settings.tokens is not None:
+        rows = max(1, min(rows, settings.tokens // mixture.seq))
+    tokens = mixture.batch(0, rows)
+    job = job_digest(
+        addon.plan.to_json(), addon.base.to_json(), repr(settings), mixture.digest(), tokens=tokens
+    )
+    solver = ClosedForm(
+        model, addon, tokens, settings, Checkpoint(checkpoint, job, checkpoint_every)
+    )
+    with wide(addon, model), frozen(model), progress_bar(progress) as bar:
+        report = solver.run(bar)
+    solver.checkpoint.remove()
+    if log is not None:
+        log(report["fit"])
+    return report
+
+
+class ClosedForm:
+    """The closed form of one add-on, whose weights must be in `wide_dtype`.
+
+    tokens: (windows, seq) ids without padding. batch: windows in one forward.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        addon: AddOn,
+        tokens: Tensor,
+        settings: ClosedFormSettings,
+        checkpoint: Checkpoint,
+        batch: int | None = None,
+    ) -> None:
+        self.model, self.addon, self.tokens = model, addon, tokens
+        self.shape: Anatomy = anatomy(model)
+        self.settings, self.checkpoint = settings, checkpoint
+        self.batch = batch or default_batch(tokens)
+
+    def run(self, bar: tuple[Progress, TaskID]) -> dict[str, Any]:
+        """All passes; returns `fit`, and `state_projector` where there is one, for the report."""
+        device = next(text_decoder(self.model).parameters()).device
+        streaming = solving = 0.0
+        windows = 0
+        projector = self.addon.state_projector
+        members: list[HasProblems] = list(depth_methods(self.addon.pipelines))
+        members += [] if projector is None else [projector]
+        order = stages(members)
+        saved = self.checkpoint.load()
+        if saved is not None:
+            self._load(saved)
+        for number, stage in enumerate(order):
+            if saved is not None and stage < saved["stage"]:
+                continue
+            tasks = tasks_of_stage(members, stage, self.shape, device)
+            check_enough(self.tokens, self.addon.plan.anchors, tasks)
+            begin = 0
+            if saved is not None and stage == saved["stage"]:
+                begin = int(saved["next_window"])
+                for task, state in zip(tasks, saved["tasks"], strict=True):
+                    task.load_state_dict(state)
+            done = number * len(self.tokens) + begin
+            bar[0].update(
+                bar[1], total=len(order) * len(self.tokens), completed=done, rate="", visible=True
+            )
+            started = time.perf_counter()
+            windows += self._pass(tasks, stage, begin, bar)
+            streamed = time.perf_counter()
+            for task in tasks:
+                task.solve(self.settings.ridge, self.settings.key_dispersion)
+            streaming += streamed - started
+            solving += time.perf_counter() - streamed
+        seen = windows * self.tokens.shape[1] if windows else 0
+        report = {
+            "tokens": self.tokens.numel(),
+            "passes": len(order),
+            "ridge": self.settings.ridge,
+            "key_dispersion": self.settings.key_dispersion,
+            "seconds": round(streaming, 3),
+            "tokens_per_second": round(seen / streaming, 1) if seen else None,
+            "solve_seconds": round(solving, 3),
+        }
+        kept = set_kept(self.model, self.addon.plan, projector, self.tokens)
+        return {"fit": report, **kept}
+
+    def state(self, stage: int, next_window: int = 0, tasks: Sequence[Task] = ()) -> dict[str, Any]:
+        """What a checkpoint must hold to go on at a window of a stage, all earlier ones solved."""
+        projector = self.addon.state_projector
+        return {
+            "stage": stage,
+            "next_window": next_window,
+            "pipelines": self.addon.pipelines.state_dict(),
+            "projector": {} if projector is None else projector.state_dict(),
+            "tasks": [task.state_dict() for task in tasks],
+        }
+
+    def _pass(self, tasks: list[Task], stage: int, begin: int, bar: tuple[Progress, TaskID]) -> int:
+        """One stage's pass over the text from window `begin`; returns the windows it took."""
+        sources = frozenset[Source]().union(*(task.sources for task in tasks))
+        started = time.perf_counter()
+        for count, start in enumerate(range(begin, len(self.tokens), self.batch)):
+            if self.checkpoint.due(count):
+                self.checkpoint.save(self.state(stage, start, tasks))
+            ids = self.tokens[start : start + self.batch]
+            activations = self._activations(sources, ids)
+            for task in tasks:
+                task.add(activations)
+            del activations
+            done = start + len(ids) - begin
+            rate = done * self.tokens.shape[1] / (time.perf_counter() - started)
+            bar[0].update(bar[1], advance=len(ids), rate=f"{rate:,.0f} tokens/s")
+        return len(self.tokens) - begin
+
+    def _activations(self, sources: frozenset[Source], ids: Tensor) -> Activations:
+        captured = capture(self.model, self.shape, sources, ids)
+        skip = self.addon.plan.anchors
+        return {source: exact_dtype(x[:, skip:]) for source, x in captured.items()}
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        self.addon.pipelines.load_state_dict(saved["pipelines"])
+        if self.addon.state_projector is not None:
+            self.addon.state_projector.load_state_dict(saved["projector"])
+
+
+def default_batch(tokens: Tensor) -> int:
+    """Windows in one forward, for a text of (windows, seq)."""
+    return max(1, TOKENS_PER_BATCH // max(1, tokens.shape[-1] if tokens.ndim else 1))
+
+
+def check_windows(tokens: Tensor) -> None:
+    """Raise `CorpusError` unless tokens are (windows, seq) with at least one token."""
+    if tokens.ndim != 2 or tokens.numel() == 0:
+        raise CorpusError(
+            "a fit needs token windows of shape (windows, seq) with at least one token; got "
+            f"{tuple(tokens.shape)}; give it a longer text"
+        )
+
+
+def check_enough(tokens: Tensor, anchors: int, tasks: Sequence[Task]) -> None:
+    """Raise `CorpusError` unless the text has a row for every unknown of each task."""
+    check_windows(tokens)
+    rows = tokens.shape[0] * max(0, tokens.shape[1] - anchors)
+    needed = max(task.unknowns for task in tasks)
+    if rows < needed:
+        raise CorpusError(
+            f"a fit of {needed} unknowns per output needs at least as many tokens beyond the "
+            f"{anchors} anchors of each window; got {rows} in {tokens.shape[0]} windows of "
+            f"{tokens.shape[1]}; give it a longer text"
+        )

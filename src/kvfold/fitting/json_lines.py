@@ -1,0 +1,46 @@
+"""The log of a training: a line of JSON for each thing that happened, there as soon as it did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from kvfold.errors import ReportError
+
+
+class JsonLines:
+    """A log in a file, or none if path is None. Use as a context manager.
+
+    go_on: add to a log that is there instead of beginning anew. Raises `ReportError` where nothing
+    can be written.
+    """
+
+    def __init__(self, path: Path | None, *, go_on: bool = False) -> None:
+        self.path = path
+        self._file: IO[str] | None = None
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("a" if go_on else "w", encoding="utf-8")
+            except OSError as error:
+                raise ReportError(f"can't write the log {path}: {error.strerror}") from error
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add a line and flush it."""
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()

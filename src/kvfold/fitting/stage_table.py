@@ -1,0 +1,49 @@
+"""The stages that a recipe may name. A new one is a line in `STAGES`.
+
+Every stage's function has one signature and changes the add-on's weights in place:
+
+    run(model, addon, mixture, held_out, settings, *, checkpoint, checkpoint_every, log, progress)
+
+It returns what the report says of it, as plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from kvfold.anatomy import Anatomy
+from kvfold.fitting.closed_form import ClosedFormSettings, closed_form_stage
+from kvfold.fitting.distil import DistilSettings, distil
+from kvfold.fitting.gates import GateSettings
+from kvfold.fitting.gates_stage import require_gates, train_gates_stage
+from kvfold.fitting.refine import RefineSettings, refine
+from kvfold.plan import Plan
+
+
+def _any_plan(plan: Plan, shape: Anatomy) -> None:
+    """Every plan will do."""
+
+
+class StageKind(NamedTuple):
+    """What a stage is made of.
+
+    settings: a frozen dataclass whose fields are the stage's keys in a recipe. run: as above.
+    require: raises a `KvfoldError` if the stage has nothing to do on a plan, before any work.
+    """
+
+    settings: type[Any]
+    run: Callable[..., dict[str, Any]]
+    require: Callable[[Plan, Anatomy], None] = _any_plan
+
+
+STAGES: Mapping[str, StageKind] = MappingProxyType(
+    {
+        "closed-form": StageKind(ClosedFormSettings, closed_form_stage),
+        "gates": StageKind(GateSettings, train_gates_stage, require_gates),
+        "refine": StageKind(RefineSettings, refine),
+        "distil": StageKind(DistilSettings, distil),
+    }
+)
+"""By the name in recipes."""
