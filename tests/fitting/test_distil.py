@@ -11,7 +11,6 @@ import torch
 
 from kvfold.anatomy import anatomy
 from kvfold.errors import AddOnError, CorpusError, FitError
-from kvfold.fitting import distil as module
 from kvfold.fitting.distil import Distiller, DistilSettings, distil
 from kvfold.fitting.fit import fit
 from kvfold.fitting.gates import GateSettings
@@ -131,9 +130,8 @@ def test_a_killed_run_goes_on_bit_by_bit(tiny_model: Any, tmp_path: Path, name: 
 def test_a_checkpoint_of_other_settings_is_refused(tiny_model: Any, tmp_path: Path) -> None:
     model, checkpoint = tiny_model("llama"), tmp_path / "distil"
     addon = _addon(model)
-    with module.in_training(addon):
-        run = Distiller(model, addon, _mixture(), _tokens(4), SETTINGS)
-        run.save(checkpoint)
+    run = Distiller(model, addon, _mixture(), _tokens(4), SETTINGS)
+    run.save(checkpoint)
     with pytest.raises(FitError, match="must belong to this fit"):
         _run(model, addon, DistilSettings(steps=5), checkpoint=checkpoint)
     assert checkpoint.exists()
@@ -173,8 +171,8 @@ def test_rows_without_a_history_are_refused(tiny_model: Any) -> None:
 
 def test_an_add_on_without_weights_is_refused(tiny_model: Any) -> None:
     model = tiny_model("llama")
-    plan = Plan.from_dict({"depth": [{"method": "drop", "layers": [0]}]})
-    with pytest.raises(FitError, match="must have weights"):
+    plan = Plan.from_dict({"window": 4, "depth": [{"method": "drop", "layers": [0]}]})
+    with pytest.raises(FitError, match="must be something to distil"):
         _run(model, AddOn.untrained(model, plan))
 
 

@@ -33,7 +33,11 @@ ModelArgument = Annotated[
 ]
 AddOnOption = Annotated[
     list[str],
-    typer.Option("--addon", metavar="DIR", help="Add-on folder or hub id; may be repeated."),
+    typer.Option(
+        "--addon",
+        metavar="DIR",
+        help="Add-on folder, one that comes with kvfold, or hub id; may be repeated.",
+    ),
 ]
 DtypeOption = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,

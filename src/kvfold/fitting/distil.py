@@ -16,8 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from kvfold.fitting.parts import PARTS, Part, check_parts
 from kvfold.fitting.scaled_adam import ScaledAdam
 from kvfold.fitting.seeds import derived_seed
 from kvfold.fitting.weight_scales import start_weights, weight_groups
+from kvfold.fitting.wide import wide
 from kvfold.methods import Activations
 from kvfold.runtime.adapters import adapted
 from kvfold.runtime.capture import capture, plain_pass
@@ -125,7 +125,7 @@ def distil(
     """
     settings = settings or DistilSettings()
     addon.check_base(model)
-    with frozen(model), in_training(addon):
+    with frozen(model), wide(addon, model):
         run = Distiller(model, addon, mixture, held_out, settings)
         if checkpoint is not None:
             run.go_on_from(checkpoint)
@@ -140,21 +140,6 @@ def distil(
         if checkpoint is not None:
             checkpoint.unlink(missing_ok=True)
         return run.report()
-
-
-@contextmanager
-def in_training(addon: AddOn) -> Iterator[None]:
-    """An add-on's weights in float32 (float64 stays), asking for no gradients at the end."""
-    before = next(addon.parameters(), None)
-    if before is None:
-        raise FitError("an add-on must have weights to be trained; this plan's methods have none")
-    dtype = before.dtype
-    if dtype not in (torch.float32, torch.float64):
-        addon.to(dtype=torch.float32)
-    try:
-        yield
-    finally:
-        addon.to(dtype=dtype)
 
 
 class Distiller:

@@ -33,6 +33,7 @@ from kvfold.methods import (
 from kvfold.plan import Plan
 from kvfold.store.fingerprint import Fingerprint
 from kvfold.store.folder import check_replaceable, previous, replacing
+from kvfold.store.shipped import shipped, shipped_folder
 
 FORMAT_VERSION = 4
 OLDEST_READABLE = 2
@@ -178,7 +179,7 @@ class AddOn:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> AddOn:
-        """Read an add-on from a folder or a hub id.
+        """Read an add-on from a folder, by the name of one that comes with kvfold, or a hub id.
 
         revision: of the hub repository. dtype, device: where to put the weights; as stored and
         on the CPU by default. Raises `AddOnError` for files that are missing, damaged, of an
@@ -245,10 +246,13 @@ def _find(name_or_path: str | os.PathLike[str], revision: str | None) -> Path:
     if path.is_dir():
         return path
     name = str(name_or_path)
+    if not path.exists() and (own := shipped_folder(name)) is not None:
+        return own
     if path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise AddOnError(
-            f"an add-on is a folder with {DESCRIPTION_FILE} and {WEIGHTS_FILE}, or a hub id such "
-            f"as owner/name; there is no such folder as {name}; check the path"
+            f"an add-on is a folder with {DESCRIPTION_FILE} and {WEIGHTS_FILE}, one that comes "
+            f"with kvfold ({', '.join(shipped())}), or a hub id such as owner/name; there is none "
+            f"such as {name}; check the path"
         )
     from huggingface_hub import snapshot_download
 
