@@ -11,7 +11,7 @@ import torch
 
 from kvfold.anatomy import anatomy
 from kvfold.errors import FitError, RecipeError
-from kvfold.fitting import closed_form, gates, recipe, stage_table, stages
+from kvfold.fitting import closed_form, descent, distil, gates, recipe, stage_table, stages
 from kvfold.fitting.closed_form import ClosedFormSettings
 from kvfold.fitting.held_out import HeldOut
 from kvfold.fitting.recipe import Recipe
@@ -170,6 +170,45 @@ def test_a_killed_and_resumed_run_is_an_unbroken_one(
     resumed = run(model, data, tmp_path / "work")
     assert same_weights(resumed, whole)
     assert untimed(resumed.report) == untimed(whole.report)
+
+
+ALL_STAGES = [
+    {"stage": "closed-form", "tokens": 1920},
+    {"stage": "gates", "steps": 2, "queries": 16},
+    {"stage": "refine", "steps": 6, "look_every": 2, "queries": 16, "learning_rate": 1e-3},
+    {"stage": "distil", "steps": 6, "rows": 1, "look_every": 2, "learning_rate": 1e-3},
+]
+
+
+@pytest.fixture(scope="module")
+def all_stages(model, data, tmp_path_factory):
+    return run(model, data, tmp_path_factory.mktemp("all"), made_recipe(stages=ALL_STAGES))
+
+
+def test_every_stage_of_the_table_runs_and_what_is_kept_is_the_best(all_stages):
+    report = all_stages.report
+    assert [stage["name"] for stage in report["stages"]] == list(STAGES)
+    measured = [stage["kl_after"] for stage in report["stages"]]
+    assert report["held_out"]["folded"]["kl"] == min(measured)
+    assert report["stages"][3]["report"]["steps"] == 6
+    assert report["stages"][3]["kept"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "after"),
+    [(descent.AttentionDescent, "step", 5), (distil.Distiller, "step", 3)],
+)
+def test_a_run_killed_in_refining_or_distilling_ends_as_an_unbroken_one(
+    model, data, tmp_path, monkeypatch, all_stages, owner, name, after
+):
+    chosen = made_recipe(stages=ALL_STAGES)
+    with monkeypatch.context() as patched:
+        stopping(patched, owner, name, after)
+        with pytest.raises(Stop):
+            run(model, data, tmp_path / "work", chosen)
+    resumed = run(model, data, tmp_path / "work", chosen)
+    assert same_weights(resumed, all_stages)
+    assert untimed(resumed.report) == untimed(all_stages.report)
 
 
 def test_finished_stages_are_not_run_again(model, data, tmp_path, monkeypatch):

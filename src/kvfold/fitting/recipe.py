@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from kvfold.anatomy import Anatomy
-from kvfold.errors import KvfoldError, PlanError, RecipeError
+from kvfold.errors import KvfoldError, RecipeError
 from kvfold.fitting.stage_table import STAGES, StageKind
 from kvfold.fitting.training_text import TextPart
 from kvfold.models import DEFAULT_MODEL
@@ -109,7 +109,7 @@ class Recipe(Frozen):
     @classmethod
     def _read_text(cls, value: Any) -> Any:
         return tuple(
-            item if isinstance(item, TextPart) else _from_mapping(TextPart, item, "a text")
+            item if isinstance(item, TextPart) else _from_mapping(TextPart, item, "text")
             for item in _entries(value, "text")
         )
 
@@ -260,25 +260,26 @@ def _stage(item: Any) -> StageEntry:
     if name not in STAGES:
         raise ValueError(f"a stage is one of {', '.join(STAGES)}; got {name!r}")
     rest = {key: value for key, value in keys.items() if key != "stage"}
-    return StageEntry(name, _from_mapping(STAGES[name].settings, rest, f"the stage {name}"))
+    return StageEntry(name, _from_mapping(STAGES[name].settings, rest, f"stage {name}"))
 
 
 def _from_mapping(made: type[Any], data: Any, what: str) -> Any:
     """A frozen dataclass from plain data, its fields the only keys; raises `ValueError`."""
     if not isinstance(data, dict):
-        raise ValueError(f"{what} must be a mapping of keys; got {data!r}")
+        raise ValueError(f"a {what} must be a mapping of keys; got {data!r}")
     known = [field.name for field in dataclasses.fields(made)]
     unknown = [str(key) for key in data if key not in known]
     if unknown:
         raise ValueError(
-            f"{what} has the unknown key{'s' * (len(unknown) > 1)} {', '.join(unknown)}; it knows "
-            f"{', '.join(known)}"
+            f"the {what} has the unknown key{'s' * (len(unknown) > 1)} {', '.join(unknown)}; it "
+            f"knows {', '.join(known)}"
         )
-    with _as_value_error():
-        try:
-            return TypeAdapter(made).validate_python(data)
-        except ValidationError as error:
-            raise PlanError(explain(error, what)) from None
+    try:
+        return TypeAdapter(made).validate_python(data)
+    except ValidationError as error:
+        raise ValueError(explain(error, what)) from None
+    except KvfoldError as error:
+        raise ValueError(f"{what}: {error}") from None
 
 
 def _plain(value: Any) -> Any:
