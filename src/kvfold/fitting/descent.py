@@ -30,7 +30,7 @@ from kvfold.fitting.attention_output import (
 )
 from kvfold.fitting.scaled_adam import ScaledAdam
 from kvfold.fitting.seeds import drawn_order
-from kvfold.methods import Activations, Pipeline, Source
+from kvfold.methods import Activations, Pipeline
 from kvfold.plan import Plan
 from kvfold.runtime.layer import FoldedAttention, Reading
 
@@ -213,9 +213,7 @@ class AttentionDescent:
                 attention = LayerAttention(fold, self.model, exact, positions)
                 known[key] = attention, attention.exact()
             attention, wanted = known[key]
-            got = attention.folded(
-                fold, codes, self.plan, window=window, quantised=self.quantised
-            )
+            got = attention.folded(fold, codes, self.plan, window=window, quantised=self.quantised)
             size = wanted.pow(2).sum().clamp_min(torch.finfo(wanted.dtype).tiny)
             made[layer] = (got - wanted).pow(2).sum() / size
         return made

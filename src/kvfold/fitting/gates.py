@@ -105,9 +105,7 @@ class GateTrainer:
             pipeline.depth.requires_grad_(False)
             gate_of(pipeline).requires_grad_(True)
             groups.extend(gate_groups(gate_of(pipeline)))
-        self.descent = AttentionDescent(
-            model, shape, plan, self.pipelines, seq, settings, groups
-        )
+        self.descent = AttentionDescent(model, shape, plan, self.pipelines, seq, settings, groups)
         self.sources = self.descent.sources
 
     @property
