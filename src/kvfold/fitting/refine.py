@@ -63,7 +63,7 @@ class RefineSettings(Descent):
 
     steps: int = 256
     moves: int = 8
-    learning_rate: float = 3e-2
+    learning_rate: float = 5e-3
     queries: int = 128
     rows: int = 1
     parts: tuple[Part, ...] = PARTS

