@@ -44,7 +44,7 @@ from kvfold.runtime.student import Student
 from kvfold.store.addon import AddOn
 
 Log = Callable[[dict[str, Any]], None]
-LORA_SHARE = 0.05
+LORA_SHARE = 0.02
 """Low-rank terms start at nothing and add up to much: their rate beside that of fitted maps."""
 
 
@@ -264,7 +264,7 @@ class Distiller:
         rows = self.mixture.batch(self.done, self.settings.rows)
         window, parts = self._window(), []
         seed = derived_seed(self.settings.seed, "positions", self.done)
-        for ids in rows.split(self.settings.rows_at_once or len(rows)):
+        for ids in torch.split(rows, self.settings.rows_at_once or len(rows)):
             found, teacher = self._teach(ids)
             with adapted(self.model, self.addon.lora), self.student.running():
                 with torch.enable_grad():
@@ -297,7 +297,8 @@ class Distiller:
     def _look(self, log: Log | None) -> None:
         """Measure the held-out rows, and keep the weights if they are the best so far."""
         parts = []
-        for ids in self.held_out.split(self.settings.rows_at_once or self.settings.rows):
+        at_once = self.settings.rows_at_once or self.settings.rows
+        for ids in torch.split(self.held_out, at_once):
             found, teacher = self._teach(ids)
             with adapted(self.model, self.addon.lora), self.student.running():
                 hidden = self.student(found)

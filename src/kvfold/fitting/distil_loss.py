@@ -103,7 +103,7 @@ def _walk(
     error, gradient = _hidden_error(ours, theirs)
     gradient *= settings.hidden_weight
     softened = plain = 0.0
-    for rows in compared.to(ours.device).split(CHUNK_ROWS):
+    for rows in torch.split(compared.to(ours.device), CHUNK_ROWS):
         hidden = ours[rows].requires_grad_(learn)
         with torch.set_grad_enabled(learn):
             kl, at_one = _divergence(model, hidden, theirs[rows], settings)

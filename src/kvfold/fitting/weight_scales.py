@@ -139,7 +139,8 @@ def _scale(name: str, spreads: Mapping[str, _Spread]) -> Tensor | float:
     if kind == "bias":
         return outputs
     inputs = spreads[module].inputs
-    return (outputs[:, None] / (inputs * len(inputs) ** 0.5)).to(outputs)
+    scale: Tensor = outputs[:, None] / (inputs * len(inputs) ** 0.5)
+    return scale.to(outputs)
 
 
 def _spread_around(module: str, spreads: Mapping[str, _Spread]) -> Tensor:
@@ -159,13 +160,18 @@ def _draw_residuals(
 ) -> None:
     """Where an MLP's last matrix is still zero, draw its first: hidden values of variance 1."""
     unstarted = {
-        name: mlp for name, mlp in residual_modules(pipeline).items() if not mlp[-1].weight.any()
+        name: mlp for name, mlp in residual_modules(pipeline).items() if not _matrix(mlp[-1]).any()
     }
     spreads = _spreads(pipeline, batches, anchors) if unstarted else {}
     for name, mlp in unstarted.items():
         if f"{name}.0" not in spreads:
             continue
-        weight, inputs = mlp[0].weight, spreads[f"{name}.0"].inputs
+        weight, inputs = _matrix(mlp[0]), spreads[f"{name}.0"].inputs
         generator = torch.Generator().manual_seed(derived_seed(seed, "residual", name))
         drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         weight.copy_(drawn.to(inputs) / (inputs * len(inputs) ** 0.5))
+
+
+def _matrix(linear: nn.Module) -> Tensor:
+    assert isinstance(linear, nn.Linear)
+    return linear.weight
