@@ -32,6 +32,7 @@ from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.report import report_fit
 from kvfold.fitting.ridge import DEFAULT_RIDGE
 from kvfold.fitting.tasks import HasProblems, Task, stages, tasks_of_stage
+from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import (
     Activations,
     Source,
@@ -64,6 +65,7 @@ def fit(
     checkpoint: Path | None = None,
     checkpoint_every: int = 8,
     progress: bool = True,
+    workers: Workers = ALONE,
 ) -> AddOn:
     """Fit a plan to a frozen model: maps and codes in closed form, then pooling gates by training.
 
@@ -72,11 +74,14 @@ def fit(
     key_dispersion: see `kvfold.fitting.dispersion`; 0 for plain least squares. gates: how pooling
     gates are trained, see `kvfold.fitting.gates`; they want windows of 1,024 tokens or more.
     batch: windows in one forward. checkpoint: a file to go on from and to write every
-    `checkpoint_every` batches; it is deleted at the end. The model is left as it was; the add-on
-    has its dtype and device.
+    `checkpoint_every` batches; it is deleted at the end. workers: the processes that run this same
+    call, each with the whole text, of which it takes its share; all get the same add-on, and only
+    the first shows bars and writes. The model is left as it was; the add-on has its dtype and
+    device.
 
     Raises `PlanError` if the plan does not fit the model, `CorpusError` for too little text,
-    `FitError` for non-finite activations, degenerate features or a foreign checkpoint.
+    `FitError` for non-finite activations, degenerate features, a foreign checkpoint or a lost
+    worker.
     """
     shape = anatomy(model)
     pipelines, projector = build_pipelines(plan, shape), build_state_projector(plan, shape)
@@ -85,11 +90,21 @@ def fit(
     first = next(decoder.parameters())
     modules = nn.ModuleList([pipelines] if projector is None else [pipelines, projector])
     modules.to(first.device, torch.float64 if first.dtype == torch.float64 else torch.float32)
-    _check_arguments(tokens, held_out, shape, ridge, batch)
+    _check_arguments(tokens, held_out, shape, ridge, batch, workers)
     batch = batch or max(1, TOKENS_PER_BATCH // max(1, tokens.shape[-1] if tokens.ndim else 1))
     gates = gates or GateSettings()
     job = _Job(
-        model, shape, plan, pipelines, projector, tokens, ridge, key_dispersion, gates, batch
+        model,
+        shape,
+        plan,
+        pipelines,
+        projector,
+        tokens,
+        ridge,
+        key_dispersion,
+        gates,
+        batch,
+        workers,
     )
     if checkpoint is not None:
         checkpoint = Path(checkpoint)
@@ -100,13 +115,16 @@ def fit(
             f"{ridge!r} {key_dispersion!r} {gates} {batch}",
         )
         job.digest = job_digest(*settings, tokens=tokens)
-    with frozen(model), progress_bar(progress) as bar:
+    with frozen(model), progress_bar(progress and workers.first) as bar:
         report: dict[str, Any] = {"fit": job.run(bar)}
         report.update(job.train(bar))
         report.update(set_kept(model, plan, projector, tokens))
         if held_out is not None and len(held_out):
             report.update(report_fit(model, plan, pipelines, held_out, batch=batch))
-    if checkpoint is not None:
+    with torch.no_grad():
+        for tensor in modules.state_dict().values():
+            workers.all_of_first(tensor)
+    if checkpoint is not None and workers.first:
         checkpoint.unlink(missing_ok=True)
     modules.to(first.dtype).requires_grad_(False)
     return AddOn(plan, pipelines, fingerprint, report, projector)
@@ -126,6 +144,7 @@ class _Job:
     key_dispersion: float
     gates: GateSettings
     batch: int
+    workers: Workers = ALONE
     checkpoint: Path | None = None
     checkpoint_every: int = 0
     digest: str = ""
@@ -139,18 +158,22 @@ class _Job:
         members += [] if self.projector is None else [self.projector]
         order = stages(members)
         saved = load_checkpoint(self.checkpoint, self.digest) if self.checkpoint else None
+        place = (0, 0) if saved is None else (saved["stage"] + 1, saved["next_window"])
+        self.workers.agree("checkpoint", *place)
         if saved is not None:
             self._load(saved)
         for number, stage in enumerate(order):
             if saved is not None and stage < saved["stage"]:
                 continue
-            tasks = tasks_of_stage(members, stage, self.shape, device)
+            tasks = tasks_of_stage(members, stage, self.shape, device, self.workers)
             check_enough(self.tokens, self.plan.anchors, tasks)
             begin = 0
             if saved is not None and stage == saved["stage"]:
                 begin = int(saved["next_window"])
                 for task, state in zip(tasks, saved["tasks"], strict=True):
                     task.load_state_dict(state)
+                    if not self.workers.first:
+                        task.clear()
             done = number * len(self.tokens) + begin
             bar[0].update(
                 bar[1], total=len(order) * len(self.tokens), completed=done, rate="", visible=True
@@ -159,6 +182,7 @@ class _Job:
             windows += self._pass(tasks, stage, begin, bar)
             streamed = time.perf_counter()
             for task in tasks:
+                task.add_up(self.workers)
                 task.solve(self.ridge, self.key_dispersion)
             streaming += streamed - started
             solving += time.perf_counter() - streamed
@@ -198,20 +222,26 @@ class _Job:
         return {"gates": {**trainer.report(), "seconds": seconds}}
 
     def _pass(self, tasks: list[Task], stage: int, begin: int, bar: tuple[Progress, TaskID]) -> int:
-        """One stage's pass over the text from window `begin`; returns the windows it took."""
+        """One stage's pass over the text from window `begin`; returns the windows it took.
+
+        In each round every worker takes in `batch` windows.
+        """
         sources = frozenset[Source]().union(*(task.sources for task in tasks))
         started = time.perf_counter()
-        for count, start in enumerate(range(begin, len(self.tokens), self.batch)):
+        each = self.batch * self.workers.count
+        for count, start in enumerate(range(begin, len(self.tokens), each)):
             if count and self.checkpoint is not None and count % self.checkpoint_every == 0:
                 self._save(stage, start, tasks)
-            ids = self.tokens[start : start + self.batch]
-            activations = self._activations(sources, ids)
-            for task in tasks:
-                task.add(activations)
-            del activations
-            done = start + len(ids) - begin
+            taken = self.tokens[start : start + each]
+            ids = self.workers.share(taken)
+            if len(ids):
+                activations = self._activations(sources, ids)
+                for task in tasks:
+                    task.add(activations)
+                del activations
+            done = start + len(taken) - begin
             rate = done * self.tokens.shape[1] / (time.perf_counter() - started)
-            bar[0].update(bar[1], advance=len(ids), rate=f"{rate:,.0f} tokens/s")
+            bar[0].update(bar[1], advance=len(taken), rate=f"{rate:,.0f} tokens/s")
         return len(self.tokens) - begin
 
     def _activations(self, sources: frozenset[Source], ids: Tensor) -> Activations:
@@ -225,7 +255,14 @@ class _Job:
             self.projector.load_state_dict(saved["projector"])
 
     def _save(self, stage: int, next_window: int, tasks: list[Task], **more: Any) -> None:
+        """Write where the fit stands; sums of all workers are then the first one's alone."""
         assert self.checkpoint is not None
+        for task in tasks:
+            task.add_up(self.workers)
+            if not self.workers.first:
+                task.clear()
+        if not self.workers.first:
+            return
         state = {
             "stage": stage,
             "next_window": next_window,
@@ -237,8 +274,18 @@ class _Job:
 
 
 def _check_arguments(
-    tokens: Tensor, held_out: Tensor | None, shape: Anatomy, ridge: float, batch: int | None
+    tokens: Tensor,
+    held_out: Tensor | None,
+    shape: Anatomy,
+    ridge: float,
+    batch: int | None,
+    workers: Workers,
 ) -> None:
+    if tokens.ndim and 0 < len(tokens) < workers.count:
+        raise CorpusError(
+            f"every worker must have text; got {len(tokens)} windows for {workers.count} workers; "
+            "give a longer text or start fewer"
+        )
     if not ridge >= 0:
         raise FitError(f"ridge must be at least 0; got {ridge}")
     if batch is not None and batch < 1:
