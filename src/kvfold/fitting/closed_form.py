@@ -31,6 +31,7 @@ from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.ridge import DEFAULT_RIDGE
 from kvfold.fitting.tasks import HasProblems, Task, stages, tasks_of_stage
 from kvfold.fitting.wide import wide
+from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import Activations, Source, depth_methods
 from kvfold.runtime.capture import capture
 from kvfold.store.addon import AddOn
@@ -70,13 +71,15 @@ def closed_form_stage(
     checkpoint_every: int = 16,
     log: Callable[[dict[str, Any]], None] | None = None,
     progress: bool = True,
+    workers: Workers = ALONE,
 ) -> dict[str, Any]:
     """Solve for every map and code of an add-on, in place; returns what the report says of it.
 
     mixture: parts give rows by their weights. held_out: not used, as nothing is chosen here.
     checkpoint: a file to go on from and to write every `checkpoint_every` batches; it is deleted
-    at the end. log: called with one line in the end. Raises `CorpusError` for too little text,
-    `FitError` for non-finite activations, degenerate features or a foreign checkpoint.
+    at the end. log: called with one line in the end. workers: see `ClosedForm`. Raises
+    `CorpusError` for too little text, `FitError` for non-finite activations, degenerate features,
+    a foreign checkpoint or a lost worker.
     """
     rows = sum(len(part.windows) for part in mixture.parts)
     if settings.tokens is not None:
@@ -85,13 +88,12 @@ def closed_form_stage(
     job = job_digest(
         addon.plan.to_json(), addon.base.to_json(), repr(settings), mixture.digest(), tokens=tokens
     )
-    solver = ClosedForm(
-        model, addon, tokens, settings, Checkpoint(checkpoint, job, checkpoint_every)
-    )
-    with wide(addon, model), frozen(model), progress_bar(progress) as bar:
+    saves = Checkpoint(checkpoint, job, checkpoint_every, workers)
+    solver = ClosedForm(model, addon, tokens, settings, saves, workers=workers)
+    with wide(addon, model), frozen(model), progress_bar(progress and workers.first) as bar:
         report = solver.run(bar)
     solver.checkpoint.remove()
-    if log is not None:
+    if log is not None and workers.first:
         log(report["fit"])
     return report
 
@@ -99,7 +101,9 @@ def closed_form_stage(
 class ClosedForm:
     """The closed form of one add-on, whose weights must be in `wide_dtype`.
 
-    tokens: (windows, seq) ids without padding. batch: windows in one forward.
+    tokens: (windows, seq) ids without padding. batch: windows in one forward. workers: the
+    processes that do this same work, each with the whole text, of which it takes its share; all
+    get the same weights. Raises `CorpusError` for fewer windows than workers.
     """
 
     def __init__(
@@ -110,8 +114,15 @@ class ClosedForm:
         settings: ClosedFormSettings,
         checkpoint: Checkpoint,
         batch: int | None = None,
+        workers: Workers = ALONE,
     ) -> None:
         self.model, self.addon, self.tokens = model, addon, tokens
+        self.workers = workers
+        if tokens.ndim and 0 < len(tokens) < workers.count:
+            raise CorpusError(
+                f"every worker must have text; got {len(tokens)} windows for {workers.count} "
+                "workers; give a longer text or start fewer"
+            )
         self.shape: Anatomy = anatomy(model)
         self.settings, self.checkpoint = settings, checkpoint
         self.batch = batch or default_batch(tokens)
@@ -131,13 +142,15 @@ class ClosedForm:
         for number, stage in enumerate(order):
             if saved is not None and stage < saved["stage"]:
                 continue
-            tasks = tasks_of_stage(members, stage, self.shape, device)
+            tasks = tasks_of_stage(members, stage, self.shape, device, self.workers)
             check_enough(self.tokens, self.addon.plan.anchors, tasks)
             begin = 0
             if saved is not None and stage == saved["stage"]:
                 begin = int(saved["next_window"])
                 for task, state in zip(tasks, saved["tasks"], strict=True):
                     task.load_state_dict(state)
+                    if not self.workers.first:
+                        task.clear()
             done = number * len(self.tokens) + begin
             bar[0].update(
                 bar[1], total=len(order) * len(self.tokens), completed=done, rate="", visible=True
@@ -146,7 +159,9 @@ class ClosedForm:
             windows += self._pass(tasks, stage, begin, bar)
             streamed = time.perf_counter()
             for task in tasks:
+                task.add_up(self.workers)
                 task.solve(self.settings.ridge, self.settings.key_dispersion)
+            self._share_weights()
             streaming += streamed - started
             solving += time.perf_counter() - streamed
         seen = windows * self.tokens.shape[1] if windows else 0
@@ -160,6 +175,7 @@ class ClosedForm:
             "solve_seconds": round(solving, 3),
         }
         kept = set_kept(self.model, self.addon.plan, projector, self.tokens)
+        self._share_weights()
         return {"fit": report, **kept}
 
     def state(self, stage: int, next_window: int = 0, tasks: Sequence[Task] = ()) -> dict[str, Any]:
@@ -174,26 +190,47 @@ class ClosedForm:
         }
 
     def _pass(self, tasks: list[Task], stage: int, begin: int, bar: tuple[Progress, TaskID]) -> int:
-        """One stage's pass over the text from window `begin`; returns the windows it took."""
+        """One stage's pass over the text from window `begin`; returns the windows it took.
+
+        In each round every worker takes in `batch` windows.
+        """
         sources = frozenset[Source]().union(*(task.sources for task in tasks))
         started = time.perf_counter()
-        for count, start in enumerate(range(begin, len(self.tokens), self.batch)):
+        each = self.batch * self.workers.count
+        for count, start in enumerate(range(begin, len(self.tokens), each)):
             if self.checkpoint.due(count):
-                self.checkpoint.save(self.state(stage, start, tasks))
-            ids = self.tokens[start : start + self.batch]
-            activations = self._activations(sources, ids)
-            for task in tasks:
-                task.add(activations)
-            del activations
-            done = start + len(ids) - begin
+                self._save(stage, start, tasks)
+            taken = self.tokens[start : start + each]
+            ids = self.workers.share(taken)
+            if len(ids):
+                activations = self._activations(sources, ids)
+                for task in tasks:
+                    task.add(activations)
+                del activations
+            done = start + len(taken) - begin
             rate = done * self.tokens.shape[1] / (time.perf_counter() - started)
-            bar[0].update(bar[1], advance=len(ids), rate=f"{rate:,.0f} tokens/s")
+            bar[0].update(bar[1], advance=len(taken), rate=f"{rate:,.0f} tokens/s")
         return len(self.tokens) - begin
 
     def _activations(self, sources: frozenset[Source], ids: Tensor) -> Activations:
         captured = capture(self.model, self.shape, sources, ids)
         skip = self.addon.plan.anchors
         return {source: exact_dtype(x[:, skip:]) for source, x in captured.items()}
+
+    def _save(self, stage: int, next_window: int, tasks: list[Task]) -> None:
+        """Write where the fit stands; sums of all workers are then the first one's alone."""
+        for task in tasks:
+            task.add_up(self.workers)
+            if not self.workers.first:
+                task.clear()
+        self.checkpoint.save(self.state(stage, next_window, tasks))
+
+    def _share_weights(self) -> None:
+        """Linear algebra may differ by a bit between machines: all take the first one's weights."""
+        projector = self.addon.state_projector
+        for module in (self.addon.pipelines, *([] if projector is None else [projector])):
+            for tensor in module.state_dict().values():
+                self.workers.all_of_first(tensor)
 
     def _load(self, saved: dict[str, Any]) -> None:
         self.addon.pipelines.load_state_dict(saved["pipelines"])
