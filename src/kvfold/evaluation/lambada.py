@@ -1,4 +1,4 @@
-"""LAMBADA: the last word of a passage, which only the passage as a whole tells (Paperno et al. 2016).
+"""LAMBADA: the last word of a passage, which only all of it tells (Paperno et al. 2016).
 
 Accuracy as lm-eval counts it: right if greedy decoding would give every token of the last word,
 with the space before it, after the rest of the passage.

@@ -56,7 +56,8 @@ class DistilSettings(LossSettings):
     gradients are added up (0: all). learning_rate: at its highest, warmed up over the first
     `warmup` share of the steps and then lowered along a cosine; in units of how far a step moves
     each output of a map (see `kvfold.fitting.weight_scales`). windows: window sizes that steps
-    draw from, beside the plan's own, so that one add-on serves several budgets. parts: what is
+    draw from, beside the plan's own, so that one add-on serves several budgets; a size that comes
+    twice is drawn twice as often. parts: what is
     trained, of `kvfold.fitting.parts`; low-rank terms always are. look_every: steps between two
     looks at the held-out rows. patience: looks without a better one after which it ends (0: goes
     on to the last step). checkpoint_layers: keep less for the backward pass and compute more.
@@ -66,7 +67,7 @@ class DistilSettings(LossSettings):
     steps: int = 300
     rows: int = 2
     rows_at_once: int = 0
-    learning_rate: float = 0.02
+    learning_rate: float = 0.01
     warmup: float = 0.05
     windows: tuple[int, ...] = ()
     parts: tuple[Part, ...] = PARTS
@@ -164,7 +165,7 @@ class Distiller:
             below=None if lora is None else min(layer for layer, _ in lora.adapted),
             checkpoint_layers=settings.checkpoint_layers,
         )
-        self.windows = tuple(dict.fromkeys((addon.plan.window, *settings.windows)))
+        self.windows = (addon.plan.window, *settings.windows)
         self._check_text()
         groups = weight_groups(self.student.pipelines, settings.parts)
         if lora is not None:
