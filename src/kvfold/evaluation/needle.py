@@ -50,10 +50,10 @@ def needles(
             f"the haystack must have at least {length} tokens; it has {len(hay)}; give a longer "
             "text or a shorter length"
         )
+    drawn = [(depth, f"{seed} {depth} {number}") for depth in depths for number in range(each)]
     return [
-        _needle(hay, tokenizer, length, depth, random.Random(f"{seed} {depth} {number}"))
-        for depth in depths
-        for number in range(each)
+        _needle(hay, tokenizer, length, depth, random.Random(name))  # noqa: S311  no secret
+        for depth, name in drawn
     ]
 
 
