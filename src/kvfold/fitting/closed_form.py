@@ -170,6 +170,7 @@ class ClosedForm:
                 task.solve(self.settings.ridge, self.settings.key_dispersion)
             streaming += streamed - started
             solving += time.perf_counter() - streamed
+        self.workers.same_weights(self.addon.parameters())
         seen = windows * self.tokens.shape[1] if windows else 0
         report = {
             "tokens": self.tokens.numel(),
