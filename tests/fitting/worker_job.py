@@ -15,7 +15,7 @@ import torch
 
 from kvfold.anatomy import anatomy
 from kvfold.errors import FitError
-from kvfold.fitting import fit as fit_module
+from kvfold.fitting import closed_form
 from kvfold.fitting.fit import fit
 from kvfold.fitting.gram import Gram, Sketch
 from kvfold.fitting.workers import Workers
@@ -121,7 +121,7 @@ def decoded(model: Any, addon: Any, ids: torch.Tensor) -> dict[str, torch.Tensor
 
 def killed(workers: Workers, folder: Path) -> None:
     """The same fit, of which worker 1 dies."""
-    real, taken = fit_module.capture, []
+    real, taken = closed_form.capture, []
 
     def dying(*args: Any) -> Any:
         taken.append(1)
@@ -129,7 +129,7 @@ def killed(workers: Workers, folder: Path) -> None:
             os._exit(1)
         return real(*args)
 
-    fit_module.capture = dying  # type: ignore[assignment]
+    closed_form.capture = dying  # type: ignore[assignment]
     try:
         tiny_fit(workers, folder)
     except FitError as error:
