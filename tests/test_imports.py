@@ -19,6 +19,7 @@ LEVELS = (
     ("plan_entries",),
     ("plan_checks",),
     ("plan",),
+    ("plan_overrides",),
     ("models", "methods"),
     ("budget",),
     ("presets", "describe"),

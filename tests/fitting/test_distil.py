@@ -181,3 +181,20 @@ def test_another_base_model_is_refused(tiny_model: Any) -> None:
     addon = _addon(tiny_model("llama"))
     with pytest.raises(AddOnError):
         _run(tiny_model("qwen3"), addon)
+
+
+def test_steps_draw_from_windows_and_groups(tiny_model: Any) -> None:
+    """So that one add-on serves several budgets; the plan's own group is the largest."""
+    model = tiny_model("llama")
+    settings = DistilSettings(steps=12, learning_rate=0.01, windows=(8,), groups=(2,), look_every=4)
+    addon = _addon(model, "pool")
+    report = _run(model, addon, settings)
+    assert report["held_out_kl"]["best"] < report["held_out_kl"]["start"]
+    assert report["groups"] == [2]
+    assert report["windows"] == [4, 8]
+    assert addon.plan.sequence[0].group == 4
+    for groups in ((8,), (1,)):
+        with pytest.raises(FitError, match="from 2 to the plan's own group"):
+            _run(model, _addon(model, "pool"), DistilSettings(groups=groups))
+    with pytest.raises(FitError, match="of which it has none"):
+        _run(model, _addon(model), DistilSettings(groups=(2,)))

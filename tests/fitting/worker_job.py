@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvfold.anatomy import anatomy
 from kvfold.errors import FitError
 from kvfold.fitting import closed_form
 from kvfold.fitting.distil import Distiller
@@ -23,6 +24,7 @@ from kvfold.fitting.recipe import Recipe
 from kvfold.fitting.stages import run_recipe
 from kvfold.fitting.workers import Workers
 from kvfold.plan import Plan
+from kvfold.runtime.capture import capture
 
 LOST = 17
 """Exit status of a worker that was told of another's loss by the right error."""
@@ -127,8 +129,9 @@ def tiny_fit(workers: Workers, folder: Path) -> None:
         }
     )
     tokens = torch.randint(3, 97, (25, 32), generator=torch.Generator().manual_seed(2))
+    model = tiny_model()
     addon = fit(
-        tiny_model(),
+        model,
         plan,
         tokens,
         batch=1,
@@ -137,7 +140,22 @@ def tiny_fit(workers: Workers, folder: Path) -> None:
         progress=False,
         workers=workers,
     )
-    torch.save(addon.pipelines.state_dict(), folder / f"{workers.rank}.pt")
+    made = {"weights": addon.pipelines.state_dict(), "decoded": decoded(model, addon, tokens[:4])}
+    torch.save(made, folder / f"{workers.rank}.pt")
+
+
+@torch.no_grad()
+def decoded(model: Any, addon: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Keys and values that an add-on makes of some text: what its weights mean."""
+    sources = {source for pipeline in addon.pipelines for source in pipeline.inputs}
+    activations = capture(model, anatomy(model), sources, ids)
+    made = {}
+    for pipeline in addon.pipelines:
+        code = pipeline.depth.encode(activations)
+        for layer in pipeline.layers:
+            keys, values = pipeline.depth.decode(layer, code)
+            made |= {f"keys of {layer}": keys, f"values of {layer}": values}
+    return made
 
 
 def killed(workers: Workers, folder: Path) -> None:

@@ -334,9 +334,9 @@ def test_bits_can_be_chosen_on_the_day_of_use(
 
 
 def test_a_plan_with_another_sequence_axis_than_the_add_ons_is_refused(model: Any) -> None:
-    """Gates are trained for their group; a window shorter than one is refused as well."""
+    """Gates are trained up to their group; a window shorter than one is refused as well."""
     addon = Bare(model, [], sequence=POOL)
-    for sequence in ([], [{**POOL[0], "group": 2}]):
+    for sequence in ([], [{**POOL[0], "gate": "head"}], [{**POOL[0], "position": "last"}]):
         with pytest.raises(PlanError, match="the add-on's own sequence entries"):
             attach(model, addon, plan=addon.plan.replace(sequence=sequence))
     with pytest.raises(PlanError, match=r"group=4 needs a window.*got window=3"):

@@ -229,8 +229,7 @@ class ClosedForm:
         """Linear algebra may differ by a bit between machines: all take the first one's weights."""
         projector = self.addon.state_projector
         for module in (self.addon.pipelines, *([] if projector is None else [projector])):
-            for tensor in module.state_dict().values():
-                self.workers.all_of_first(tensor)
+            self.workers.same_weights(module.state_dict().values())
 
     def _load(self, saved: dict[str, Any]) -> None:
         self.addon.pipelines.load_state_dict(saved["pipelines"])

@@ -40,7 +40,9 @@ from kvfold.fitting.shared_steps import average_gradients, require_even, start_a
 from kvfold.fitting.weight_scales import start_weights, weight_groups
 from kvfold.fitting.wide import wide
 from kvfold.fitting.workers import ALONE, Workers
-from kvfold.methods import Activations
+from kvfold.methods import Activations, rebuilt_pipelines
+from kvfold.plan import Plan
+from kvfold.plan_overrides import regrouped
 from kvfold.runtime.adapters import adapted
 from kvfold.runtime.capture import capture, plain_pass
 from kvfold.runtime.student import Student
@@ -59,7 +61,9 @@ class DistilSettings(LossSettings):
     gradients are added up (0: all). learning_rate: at its highest, warmed up over the first
     `warmup` share of the steps and then lowered along a cosine; in units of how far a step moves
     each output of a map (see `kvfold.fitting.weight_scales`). windows: window sizes that steps
-    draw from, beside the plan's own, so that one add-on serves several budgets. parts: what is
+    draw from, beside the plan's own, so that one add-on serves several budgets; a size that comes
+    twice is drawn twice as often. groups: tokens of a pooled slot that steps draw from, beside the
+    plan's own, none larger. parts: what is
     trained, of `kvfold.fitting.parts`; low-rank terms always are. look_every: steps between two
     looks at the held-out rows. patience: looks without a better one after which it ends (0: goes
     on to the last step). checkpoint_layers: keep less for the backward pass and compute more.
@@ -69,9 +73,10 @@ class DistilSettings(LossSettings):
     steps: int = 300
     rows: int = 2
     rows_at_once: int = 0
-    learning_rate: float = 0.02
+    learning_rate: float = 0.01
     warmup: float = 0.05
     windows: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
     parts: tuple[Part, ...] = PARTS
     look_every: int = 20
     patience: int = 0
@@ -165,15 +170,9 @@ class Distiller:
         self.held_out, self.workers = held_out, workers
         require_even(workers, settings.rows, "distilling")
         lora = addon.lora
-        self.student = Student(
-            model,
-            anatomy(model),
-            addon.plan,
-            addon.pipelines,
-            below=None if lora is None else min(layer for layer, _ in lora.adapted),
-            checkpoint_layers=settings.checkpoint_layers,
-        )
-        self.windows = tuple(dict.fromkeys((addon.plan.window, *settings.windows)))
+        self.student = self._student(addon.plan)
+        self.students = [self.student, *map(self._student, self._regrouped())]
+        self.windows = (addon.plan.window, *settings.windows)
         self._check_text()
         groups = weight_groups(self.student.pipelines, settings.parts)
         if lora is not None:
@@ -194,6 +193,27 @@ class Distiller:
         self.seconds = 0.0
         self.looks: list[tuple[int, float, float]] = []
         self.best = [weight.detach().clone() for weight in self.weights]
+
+    def _student(self, plan: Plan) -> Student:
+        """The folded model under a plan of the add-on's own weights."""
+        shape, lora = anatomy(self.model), self.addon.lora
+        return Student(
+            self.model,
+            shape,
+            plan,
+            rebuilt_pipelines(plan, shape, self.addon.pipelines),
+            below=None if lora is None else min(layer for layer, _ in lora.adapted),
+            checkpoint_layers=self.settings.checkpoint_layers,
+        )
+
+    def _regrouped(self) -> list[Plan]:
+        own = max((entry.group for entry in self.addon.plan.sequence), default=0)
+        if any(not 2 <= group <= own for group in self.settings.groups):
+            raise FitError(
+                "groups of distilling must be from 2 to the plan's own group of pooling, "
+                f"{own or 'of which it has none'}; got {list(self.settings.groups)}"
+            )
+        return [regrouped(self.addon.plan, group) for group in self.settings.groups]
 
     def _check_text(self) -> None:
         shortest = min(self.windows) + self.addon.plan.anchors
@@ -265,20 +285,22 @@ class Distiller:
             self._look(log)
         self.seconds += time.perf_counter() - started
 
-    def _window(self) -> int:
-        drawn = derived_seed(self.settings.seed, "window", self.done) % len(self.windows)
-        return self.windows[drawn]
+    def _drawn(self, name: str, count: int) -> int:
+        """Which of `count` choices this step takes."""
+        return derived_seed(self.settings.seed, name, self.done) % count
 
     def _learn(self) -> Distance:
         """Gradients of one step, of all workers' rows; returns the distance before it."""
         rows = self.workers.share(self.mixture.batch(self.done, self.settings.rows))
-        window, parts = self._window(), []
+        window = self.windows[self._drawn("window", len(self.windows))]
+        student = self.students[self._drawn("group", len(self.students))]
+        parts = []
         seed = derived_seed(self.settings.seed, "positions", self.done)
         for ids in torch.split(rows, self.settings.rows_at_once or len(rows)):
             found, teacher = self._teach(ids)
-            with adapted(self.model, self.addon.lora), self.student.running():
+            with adapted(self.model, self.addon.lora), student.running():
                 with torch.enable_grad():
-                    hidden = self.student(found, window=window)
+                    hidden = student(found, window=window)
                 moved, gradient = distance_and_gradient(
                     self.model, hidden, teacher, self.settings.loss, seed=seed
                 )
@@ -370,6 +392,7 @@ class Distiller:
             "seq": seq,
             "tokens": tokens,
             "windows": list(self.windows),
+            "groups": list(self.settings.groups),
             "learning_rate": self.settings.learning_rate,
             "trained_values": sum(weight.numel() for weight in self.weights),
             "held_out_kl": {"start": round(self.looks[0][1], 6), "best": round(self.best_kl, 6)},

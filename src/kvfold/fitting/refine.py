@@ -66,12 +66,12 @@ class RefineSettings(Descent):
 
     steps: int = 256
     moves: int = 8
-    learning_rate: float = 5e-3
+    learning_rate: float = 2e-3
     queries: int = 128
     rows: int = 1
     parts: tuple[Part, ...] = PARTS
     look_every: int = 32
-    patience: int = 3
+    patience: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()

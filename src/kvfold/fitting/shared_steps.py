@@ -32,8 +32,7 @@ def start_alike(workers: Workers, optimizer: torch.optim.Optimizer) -> None:
     if workers.count == 1:
         return
     for group in optimizer.param_groups:
-        for weight in group["params"]:
-            workers.all_of_first(weight)
+        workers.same_weights(group["params"])
         scale = group["scale"]
         if isinstance(scale, Tensor):
             workers.all_of_first(scale)

@@ -10,7 +10,7 @@ others raise a `FitError` at their next call.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -113,6 +113,12 @@ class Workers:
                 "differ from the first; give every worker the same files and arguments (a "
                 "checkpoint must be in a folder that all of them see)"
             )
+
+    @torch.no_grad()
+    def same_weights(self, weights: Iterable[Tensor]) -> None:
+        """Give every worker the first one's weights, whatever their processors round to."""
+        for weight in weights:
+            self.all_of_first(weight)
 
     def barrier(self) -> None:
         """Wait until every worker is here."""

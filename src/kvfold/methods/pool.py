@@ -103,15 +103,19 @@ class PoolGate(nn.Module):
     ) -> Tensor:
         """Slots of whole groups: (batch, slots, code_width).
 
-        codes, scores: (batch, slots, r, code_width or score_width), of each slot's own tokens.
+        codes, scores: (batch, slots, r, code_width or score_width), of each slot's own tokens; r
+        may be smaller than the gate's group, whose first places (last, of the group before) it
+        then takes.
         before: the same of the group before each slot's own (needed with overlap). has_before:
         (batch or 1, slots) bool, false where there is none; None: all have one.
         """
-        own = self._average(codes, scores, self.ape)
+        group = codes.shape[2]
+        own = self._average(codes, scores, None if self.ape is None else self.ape[:group])
         if self.carry is None:
             return own
         assert before is not None
-        earlier = self._average(*before, self.ape_before)
+        behind = None if self.ape_before is None else self.ape_before[-group:]
+        earlier = self._average(*before, behind)
         share = self._widened(self.carry) if self.gate == "head" else self.carry
         if has_before is not None:
             share = torch.where(has_before[..., None], share, 0.0)

@@ -36,6 +36,7 @@ from kvfold.methods import (
     rebuilt_pipelines,
 )
 from kvfold.plan import Plan
+from kvfold.plan_overrides import check_override
 from kvfold.runtime.adapters import Adapters, check_projections
 from kvfold.runtime.cache import FoldedCache, Running
 from kvfold.runtime.forward import DecoderForward
@@ -71,9 +72,10 @@ def attach(
     """Fold a model's cache with an add-on until `detach`, or until the `with` block ends.
 
     plan: run the same weights under other anchors, window, bits, prefill_attention, prefill,
-    replay, state_projector or resident than the add-on's own plan. prompt_logits: what to do under
-    `prefill: skip` with a call that asks for more than the last token's logits of a prompt, which
-    do not exist there: `refuse` it, or run that call through all layers (`full`).
+    replay, state_projector or resident than the add-on's own plan, or a smaller group of pooling.
+    prompt_logits: what to do under `prefill: skip` with a call that asks for more than the last
+    token's logits of a prompt, which do not exist there: `refuse` it, or run that call through all
+    layers (`full`).
 
     Raises `AddOnError` for another base model, `AttachError` if something is attached already or
     dtypes or devices differ, `PlanError` if the window is too short or the reading impossible,
@@ -148,23 +150,11 @@ class Attachment:
         supported_attention(self.model)
         addon.check_base(self.model)
         self.plan.check(self.anatomy)
-        for axis in ("depth", "sequence"):
-            own, other = addon.plan.to_dict()[axis], self.plan.to_dict()[axis]
-            if own != other:
-                raise PlanError(
-                    f"the plan must have the add-on's own {axis} entries, which its weights were "
-                    f"fitted for: {own}; got {other}; change only anchors, window, bits, "
-                    "prefill_attention, prefill, replay, state_projector and resident"
-                )
+        check_override(addon.plan, self.plan)
         if self.plan.state_projector and addon.state_projector is None:
             raise PlanError(
                 "a plan with state_projector needs an add-on that was fitted with one; this "
                 "add-on has none; fit a plan with state_projector: true, or leave it out"
-            )
-        if self.plan.lora != addon.plan.lora:
-            raise PlanError(
-                "the plan must have the add-on's own lora, which its weights were trained for: "
-                f"{addon.plan.lora!r}; got {self.plan.lora!r}; leave it as it is"
             )
         if addon.lora is not None:
             check_projections(self.model, addon.lora)

@@ -12,7 +12,7 @@ come from a pass that needs it. All others are made of the student's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -59,14 +59,14 @@ class Student:
         model: Any,
         shape: Anatomy,
         plan: Plan,
-        pipelines: nn.ModuleList,
+        pipelines: Iterable[nn.Module],
         *,
         below: int | None = None,
         checkpoint_layers: bool = False,
     ) -> None:
         self.model, self.shape, self.plan = model, shape, plan
         self.decoder = text_decoder(model)
-        self.pipelines: list[Pipeline] = list(pipelines)  # type: ignore[arg-type]
+        self.pipelines = [p for p in pipelines if isinstance(p, Pipeline)]
         readings = choose_readings(plan, self.pipelines, shape, free_bytes=None, element_size=4)
         self.folds = {
             layer: FoldedAttention(
