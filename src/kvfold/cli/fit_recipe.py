@@ -23,6 +23,7 @@ from kvfold.cli.options import console, load_model
 
 if TYPE_CHECKING:
     from kvfold.fitting.recipe import Recipe
+    from kvfold.fitting.trackers import TrackerName
     from kvfold.store.addon import AddOn
 
 
@@ -35,6 +36,7 @@ class RecipeOptions:
     model: str | None
     data: Path | None
     log: Path | None
+    track: TrackerName | None
     json_file: Path | None
     force: bool
     resume: bool
@@ -48,6 +50,7 @@ def fit_recipe(options: RecipeOptions) -> None:
     from kvfold.describe import describe
     from kvfold.fitting.json_lines import JsonLines
     from kvfold.fitting.stages import check_recipe, run_recipe
+    from kvfold.fitting.trackers import tracking
     from kvfold.fitting.workers import Workers
     from kvfold.models import load_config
 
@@ -66,9 +69,18 @@ def fit_recipe(options: RecipeOptions) -> None:
         remove(work)
     model, tokenizer = load_model(recipe.model_name, recipe.dtype, workers.own_device(device))
     workers.barrier()
-    with JsonLines(options.log if workers.first else None, go_on=options.resume) as lines:
+    name, curves = options.output.name, options.output.with_name(f"{options.output.name}.curves")
+    with (
+        JsonLines(options.log if workers.first else None, go_on=options.resume) as lines,
+        tracking(options.track if workers.first else None, name, curves) as track,
+    ):
+
+        def log(line: dict[str, Any]) -> None:
+            lines.write(line)
+            track(line)
+
         addon = run_recipe(
-            recipe, model, tokenizer, work, data=options.data, log=lines.write, workers=workers
+            recipe, model, tokenizer, work, data=options.data, log=log, workers=workers
         )
     workers.leave()
     if not workers.first:
