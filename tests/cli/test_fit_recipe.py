@@ -143,7 +143,7 @@ def test_two_processes_make_one_addon_and_one_of_them_speaks(recipe_file, text_f
     arguments += ["--out", tmp_path / "two", "--log", tmp_path / "log.jsonl", "--device", "cpu"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*launcher, "-m", "kvfold", *map(str, arguments)],
+        [*launcher, "-m", "--", "kvfold", *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[1])},
         capture_output=True,
         text=True,
@@ -154,7 +154,8 @@ def test_two_processes_make_one_addon_and_one_of_them_speaks(recipe_file, text_f
     assert done.stdout.count("Recipe: a tiny one") == 1
     stages = AddOn.from_pretrained(tmp_path / "two").report["stages"]
     assert [stage["name"] for stage in stages] == ["closed-form", "gates"]
-    steps = [json.loads(line).get("step") for line in (tmp_path / "log.jsonl").open()]
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    steps = [json.loads(line).get("step") for line in lines]
     assert [step for step in steps if step] == [1, 2, 3, 4]
     assert not (tmp_path / "two.work").exists()
 
