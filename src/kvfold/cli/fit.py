@@ -212,7 +212,7 @@ def fit_command(
     remove(checkpoint)
     _show(screen, addon, json_file)
     seconds = time.perf_counter() - began
-    say_where(screen, addon, output, seconds, model)
+    say_where(screen, addon, output, seconds, model, needs_data=corpus is not None)
 
 
 def _refuse_given(context: typer.Context, names: tuple[str, ...], why: str) -> None:

@@ -67,7 +67,8 @@ def fit_recipe(options: RecipeOptions) -> None:
     screen.print(stages_table(addon.report))
     if not card:
         screen.print("The folder has a README.md of its own, so no model card was written.")
-    say_where(screen, addon, options.output, time.perf_counter() - began, recipe.model_name)
+    seconds = time.perf_counter() - began
+    say_where(screen, addon, options.output, seconds, recipe.model_name, needs_data=True)
 
 
 def _recipe(options: RecipeOptions) -> Recipe:
