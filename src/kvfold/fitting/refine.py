@@ -58,7 +58,8 @@ class RefineSettings(Descent):
     learning_rate: relative to what each weight's output spreads by, see
     `kvfold.fitting.weight_scales`. rows: of the mixture in a batch. parts: which are trained, of
     `maps`, `residual`, `gates` and `biases`. look_every: steps between two looks at held-out
-    text. patience: looks without a clear gain after which a pipeline is left alone.
+    text. patience: looks without a clear gain after which a pipeline is left alone; most of a
+    run's, since maps that are near their best gain only when the rate has fallen.
     """
 
     steps: int = 256
@@ -68,7 +69,7 @@ class RefineSettings(Descent):
     rows: int = 1
     parts: tuple[Part, ...] = PARTS
     look_every: int = 32
-    patience: int = 4
+    patience: int = 6
 
     def __post_init__(self) -> None:
         super().__post_init__()
