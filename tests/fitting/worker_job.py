@@ -148,5 +148,5 @@ def differing(workers: Workers, folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     job, out = sys.argv[1], Path(sys.argv[2])
-    joined = Workers.join(cpu=True, timeout=timedelta(seconds=120))
+    joined = Workers.join(cpu=True, timeout=timedelta(seconds=300))
     {"sums": sums, "fit": tiny_fit, "killed": killed, "differing": differing}[job](joined, out)
