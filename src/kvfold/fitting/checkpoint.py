@@ -72,12 +72,14 @@ def load_checkpoint(path: Path, job: str) -> dict[str, Any] | None:
 class Checkpoint:
     """Where one job keeps how far it is; without a path nothing is kept.
 
-    job: see `job_digest`. every: steps or batches after which it is due.
+    job: see `job_digest`. every: steps or batches after which it is due. writes: whether this is
+    the process that writes the file; all of several workers read it.
     """
 
     path: Path | None
     job: str
     every: int
+    writes: bool = True
 
     def load(self) -> dict[str, Any] | None:
         """What was saved last, None for nothing; raises as `load_checkpoint`."""
@@ -89,10 +91,10 @@ class Checkpoint:
 
     def save(self, state: dict[str, Any]) -> None:
         """Write atomically, if there is a path."""
-        if self.path is not None:
+        if self.path is not None and self.writes:
             save_checkpoint(self.path, self.job, state)
 
     def remove(self) -> None:
         """Delete the file: the job is done."""
-        if self.path is not None:
+        if self.path is not None and self.writes:
             self.path.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.ridge import DEFAULT_RIDGE
 from kvfold.fitting.tasks import HasProblems, Task, stages, tasks_of_stage
 from kvfold.fitting.wide import wide
+from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import Activations, Source, depth_methods
 from kvfold.runtime.capture import capture
 from kvfold.store.addon import AddOn
@@ -70,13 +71,15 @@ def closed_form_stage(
     checkpoint_every: int = 16,
     log: Callable[[dict[str, Any]], None] | None = None,
     progress: bool = True,
+    workers: Workers = ALONE,
 ) -> dict[str, Any]:
     """Solve for every map and code of an add-on, in place; returns what the report says of it.
 
     mixture: parts give rows by their weights. held_out: not used, as nothing is chosen here.
     checkpoint: a file to go on from and to write every `checkpoint_every` batches; it is deleted
-    at the end. log: called with one line in the end. Raises `CorpusError` for too little text,
-    `FitError` for non-finite activations, degenerate features or a foreign checkpoint.
+    at the end. log: called with one line in the end. workers: see `ClosedForm`; the first alone
+    shows the bar, writes and logs. Raises `CorpusError` for too little text, `FitError` for
+    non-finite activations, degenerate features, a foreign checkpoint or a lost worker.
     """
     rows = sum(len(part.windows) for part in mixture.parts)
     if settings.tokens is not None:
@@ -86,12 +89,17 @@ def closed_form_stage(
         addon.plan.to_json(), addon.base.to_json(), repr(settings), mixture.digest(), tokens=tokens
     )
     solver = ClosedForm(
-        model, addon, tokens, settings, Checkpoint(checkpoint, job, checkpoint_every)
+        model,
+        addon,
+        tokens,
+        settings,
+        Checkpoint(checkpoint, job, checkpoint_every, workers.first),
+        workers=workers,
     )
-    with wide(addon, model), frozen(model), progress_bar(progress) as bar:
+    with wide(addon, model), frozen(model), progress_bar(progress and workers.first) as bar:
         report = solver.run(bar)
     solver.checkpoint.remove()
-    if log is not None:
+    if log is not None and workers.first:
         log(report["fit"])
     return report
 
@@ -99,7 +107,9 @@ def closed_form_stage(
 class ClosedForm:
     """The closed form of one add-on, whose weights must be in `wide_dtype`.
 
-    tokens: (windows, seq) ids without padding. batch: windows in one forward.
+    tokens: (windows, seq) ids without padding. batch: windows in one forward. workers: those that
+    run this same job, each with all tokens, of which it takes its share; all solve the same sums.
+    Raises `CorpusError` for fewer windows than workers.
     """
 
     def __init__(
@@ -110,7 +120,14 @@ class ClosedForm:
         settings: ClosedFormSettings,
         checkpoint: Checkpoint,
         batch: int | None = None,
+        workers: Workers = ALONE,
     ) -> None:
+        if tokens.ndim and 0 < len(tokens) < workers.count:
+            raise CorpusError(
+                f"every worker must have text; got {len(tokens)} windows for {workers.count} "
+                "workers; give a longer text or start fewer"
+            )
+        self.workers = workers
         self.model, self.addon, self.tokens = model, addon, tokens
         self.shape: Anatomy = anatomy(model)
         self.settings, self.checkpoint = settings, checkpoint
@@ -126,18 +143,21 @@ class ClosedForm:
         members += [] if projector is None else [projector]
         order = stages(members)
         saved = self.checkpoint.load()
+        place = (0, 0) if saved is None else (saved["stage"] + 1, saved["next_window"])
+        self.workers.agree("checkpoint", *place)
         if saved is not None:
             self._load(saved)
         for number, stage in enumerate(order):
             if saved is not None and stage < saved["stage"]:
                 continue
-            tasks = tasks_of_stage(members, stage, self.shape, device)
+            tasks = tasks_of_stage(members, stage, self.shape, device, self.workers)
             check_enough(self.tokens, self.addon.plan.anchors, tasks)
             begin = 0
             if saved is not None and stage == saved["stage"]:
                 begin = int(saved["next_window"])
                 for task, state in zip(tasks, saved["tasks"], strict=True):
                     task.load_state_dict(state)
+                self._leave_to_first(tasks)
             done = number * len(self.tokens) + begin
             bar[0].update(
                 bar[1], total=len(order) * len(self.tokens), completed=done, rate="", visible=True
@@ -146,9 +166,11 @@ class ClosedForm:
             windows += self._pass(tasks, stage, begin, bar)
             streamed = time.perf_counter()
             for task in tasks:
+                task.add_up(self.workers)
                 task.solve(self.settings.ridge, self.settings.key_dispersion)
             streaming += streamed - started
             solving += time.perf_counter() - streamed
+        self.workers.same_weights(self.addon.parameters())
         seen = windows * self.tokens.shape[1] if windows else 0
         report = {
             "tokens": self.tokens.numel(),
@@ -174,21 +196,36 @@ class ClosedForm:
         }
 
     def _pass(self, tasks: list[Task], stage: int, begin: int, bar: tuple[Progress, TaskID]) -> int:
-        """One stage's pass over the text from window `begin`; returns the windows it took."""
+        """One stage's pass over the text from window `begin`; returns the windows it took.
+
+        In each round every worker takes in `batch` windows, or what is left of them.
+        """
+        each = self.batch * self.workers.count
         sources = frozenset[Source]().union(*(task.sources for task in tasks))
         started = time.perf_counter()
-        for count, start in enumerate(range(begin, len(self.tokens), self.batch)):
+        for count, start in enumerate(range(begin, len(self.tokens), each)):
             if self.checkpoint.due(count):
+                for task in tasks:
+                    task.add_up(self.workers)
+                self._leave_to_first(tasks)
                 self.checkpoint.save(self.state(stage, start, tasks))
-            ids = self.tokens[start : start + self.batch]
-            activations = self._activations(sources, ids)
-            for task in tasks:
-                task.add(activations)
-            del activations
-            done = start + len(ids) - begin
+            taken = self.tokens[start : start + each]
+            ids = self.workers.share(taken)
+            if len(ids):
+                activations = self._activations(sources, ids)
+                for task in tasks:
+                    task.add(activations)
+                del activations
+            done = start + len(taken) - begin
             rate = done * self.tokens.shape[1] / (time.perf_counter() - started)
-            bar[0].update(bar[1], advance=len(ids), rate=f"{rate:,.0f} tokens/s")
+            bar[0].update(bar[1], advance=len(taken), rate=f"{rate:,.0f} tokens/s")
         return len(self.tokens) - begin
+
+    def _leave_to_first(self, tasks: list[Task]) -> None:
+        """Let sums that all workers have be the first one's alone, or they would count again."""
+        if not self.workers.first:
+            for task in tasks:
+                task.clear()
 
     def _activations(self, sources: frozenset[Source], ids: Tensor) -> Activations:
         captured = capture(self.model, self.shape, sources, ids)

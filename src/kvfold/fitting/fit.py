@@ -28,6 +28,7 @@ from kvfold.fitting.gates_stage import run_gates
 from kvfold.fitting.report import report_fit
 from kvfold.fitting.ridge import DEFAULT_RIDGE
 from kvfold.fitting.wide import wide, wide_dtype
+from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import build_lora, build_pipelines, build_state_projector
 from kvfold.plan import Plan
 from kvfold.runtime.adapters import check_projections
@@ -51,6 +52,7 @@ def fit(
     checkpoint: Path | None = None,
     checkpoint_every: int = 8,
     progress: bool = True,
+    workers: Workers = ALONE,
 ) -> AddOn:
     """Fit a plan to a frozen model: maps and codes in closed form, then pooling gates by training.
 
@@ -60,11 +62,14 @@ def fit(
     gates are trained, see `kvfold.fitting.gates`; they want windows of 1,024 tokens or more.
     Low-rank terms (the plan's lora) are left at their start, which changes nothing. batch: windows
     in one forward. checkpoint: a file to go on from and to write every
-    `checkpoint_every` batches; it is deleted at the end. The model is left as it was; the add-on
-    has its dtype and device.
+    `checkpoint_every` batches; it is deleted at the end. workers: the processes that run this same
+    call, each with the whole text, of which its closed form takes a share; all get the same add-on,
+    and only the first shows bars and writes. The model is left as it was; the add-on has its dtype
+    and device.
 
     Raises `PlanError` if the plan does not fit the model, `CorpusError` for too little text,
-    `FitError` for non-finite activations, degenerate features or a foreign checkpoint.
+    `FitError` for non-finite activations, degenerate features, a foreign checkpoint or a lost
+    worker.
     """
     shape = anatomy(model)
     addon = _zero_weights(model, plan, shape)
@@ -78,9 +83,9 @@ def fit(
         if path is None
         else job_digest(plan.to_json(), addon.base.to_json(), words, tokens=tokens)
     )
-    saves = Checkpoint(path, job, checkpoint_every)
-    solver = ClosedForm(model, addon, tokens, settings, saves, batch)
-    with wide(addon, model), frozen(model), progress_bar(progress) as bar:
+    saves = Checkpoint(path, job, checkpoint_every, workers.first)
+    solver = ClosedForm(model, addon, tokens, settings, saves, batch, workers)
+    with wide(addon, model), frozen(model), progress_bar(progress and workers.first) as bar:
         addon.report.update(solver.run(bar))
         if trainable(addon.pipelines):
             check_windows(tokens)
@@ -90,6 +95,7 @@ def fit(
             addon.report["gates"] = run_gates(trainer, row, bar, saves, beside)
         if held_out is not None and len(held_out):
             addon.report.update(report_fit(model, plan, addon.pipelines, held_out, batch=batch))
+        workers.same_weights(addon.parameters())
     saves.remove()
     return addon
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import FitError
+from kvfold.fitting.workers import Workers
 
 State = dict[str, Any]
 BLOCK = 1024
@@ -75,6 +76,23 @@ class Moments:
         self.squares += other.squares + 2 * delta * other.sums + other.count * delta.pow(2)
         self.sums += other.moved_sums(self.offset)
         self.count += other.count
+
+    def common_shift(self, workers: Workers) -> Tensor:
+        """The first worker's shift, which others are moved to before they are added up."""
+        return workers.all_of_first(self.offset.clone())
+
+    def add_up(self, workers: Workers) -> None:
+        """Have what all workers have seen; all must have the same shift."""
+        count = torch.tensor([self.count], dtype=torch.float64, device=self.sums.device)
+        self.count = int(workers.all_sum(count).item())
+        workers.all_sum(self.sums)
+        workers.all_sum(self.squares)
+
+    def clear(self) -> None:
+        """Forget all rows, but not the shift."""
+        self.count = 0
+        self.sums.zero_()
+        self.squares.zero_()
 
     def state_dict(self) -> State:
         """Everything, as tensors and numbers."""
@@ -153,6 +171,30 @@ class Gram:
             cross += torch.outer(delta, its.sums + other.count * target_delta)
             mine.merge(its)
         self.features.merge(other.features)
+
+    def add_up(self, workers: Workers) -> None:
+        """Have what all workers have seen: their shares of the rows in one, the same in each."""
+        if workers.count == 1:
+            return
+        widths = {name: len(moments.sums) for name, moments in self.targets.items()}
+        moved = Gram(self.width, widths, self.features.sums.device)
+        moved.features.shift = self.features.common_shift(workers)
+        for name, moments in self.targets.items():
+            moved.targets[name].shift = moments.common_shift(workers)
+        moved.merge(self)
+        for tensor in (*moved.strips, *moved.cross.values()):
+            workers.all_sum(tensor)
+        for moments in (moved.features, *moved.targets.values()):
+            moments.add_up(workers)
+        self.features, self.targets = moved.features, moved.targets
+        self.strips, self.cross = moved.strips, moved.cross
+
+    def clear(self) -> None:
+        """Forget all rows, but not the shifts: what another worker keeps is not kept twice."""
+        for moments in (self.features, *self.targets.values()):
+            moments.clear()
+        for tensor in (*self.strips, *self.cross.values()):
+            tensor.zero_()
 
     def times(self, x: Tensor, *, centred: bool = True) -> Tensor:
         """`X'X x / count` for x (width, columns), in the dtype of x; about the mean if centred."""
@@ -282,6 +324,22 @@ class Sketch:
         self.product += other.product + torch.outer(delta, moved)
         self.product += torch.outer(sums, self._project(delta[None])[0])
         self.features.merge(other.features)
+
+    def add_up(self, workers: Workers) -> None:
+        """Have what all workers have seen; they must share the scale, as for `merge`."""
+        if workers.count == 1:
+            return
+        moved = Sketch(self.width, self.columns, self.scale, self.product.device)
+        moved.features.shift = self.features.common_shift(workers)
+        moved.merge(self)
+        workers.all_sum(moved.product)
+        moved.features.add_up(workers)
+        self.features, self.product = moved.features, moved.product
+
+    def clear(self) -> None:
+        """Forget all rows, but not shift and scale."""
+        self.features.clear()
+        self.product.zero_()
 
     def state_dict(self) -> State:
         """Everything that data changed, as tensors and numbers."""

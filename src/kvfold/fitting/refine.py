@@ -58,17 +58,18 @@ class RefineSettings(Descent):
     learning_rate: relative to what each weight's output spreads by, see
     `kvfold.fitting.weight_scales`. rows: of the mixture in a batch. parts: which are trained, of
     `maps`, `residual`, `gates` and `biases`. look_every: steps between two looks at held-out
-    text. patience: looks without a clear gain after which a pipeline is left alone.
+    text. patience: looks without a clear gain after which a pipeline is left alone; most of a
+    run's, since maps that are near their best gain only when the rate has fallen.
     """
 
     steps: int = 256
     moves: int = 8
-    learning_rate: float = 5e-3
+    learning_rate: float = 2e-3
     queries: int = 128
     rows: int = 1
     parts: tuple[Part, ...] = PARTS
     look_every: int = 32
-    patience: int = 3
+    patience: int = 6
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,6 +26,7 @@ from kvfold.fitting.components import (
 from kvfold.fitting.dispersion import Stretch, stretch_keys
 from kvfold.fitting.gram import Gram, Sketch, exact_dtype
 from kvfold.fitting.ridge import fit_linears
+from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import (
     Activations,
     Components,
@@ -61,6 +62,12 @@ class Task(Protocol):
     def add(self, activations: Activations) -> None:
         """Take in the activations of one batch."""
 
+    def add_up(self, workers: Workers) -> None:
+        """Have the sums of all workers, the same in each."""
+
+    def clear(self) -> None:
+        """Forget the sums: another worker has them."""
+
     def solve(self, ridge: float, key_dispersion: float) -> None:
         """Write the weights."""
 
@@ -93,6 +100,14 @@ class RegressionTask:
         }
         self.gram.add(self.problems[0].features(activations), targets)
 
+    def add_up(self, workers: Workers) -> None:
+        """Have the Gram matrix of all workers."""
+        self.gram.add_up(workers)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.gram.clear()
+
     def solve(self, ridge: float, key_dispersion: float) -> None:
         """Ridge regression for every target; keys are stretched to vary as the real ones do."""
         targets = {str(problem.target): problem.target for problem in self.problems}
@@ -116,9 +131,19 @@ class RegressionTask:
 
 
 class ComponentsTask:
-    """One code for a stack of sources."""
+    """One code for a stack of sources.
 
-    def __init__(self, problem: Components, anatomy: Anatomy, device: torch.device) -> None:
+    workers: those that take in other rows; their sketches share the first one's scale.
+    """
+
+    def __init__(
+        self,
+        problem: Components,
+        anatomy: Anatomy,
+        device: torch.device,
+        workers: Workers = ALONE,
+    ) -> None:
+        self.workers = workers
         self.problem = problem
         self.anatomy = anatomy
         self.device = device
@@ -150,12 +175,23 @@ class ComponentsTask:
         if self.own and width > SKETCH_WIDTH and 2 * columns < width:
             rows = exact_dtype(features).reshape(-1, width)
             scale = source_scales(rows.var(0, correction=0).double(), self.widths)
+            scale = self.workers.all_of_first(scale)
             return Sketch(width, columns, scale, self.device)
         targets = {} if self.own else {str(t): w for t, w in self._target_widths()}
         return Gram(width, targets, self.device)
 
     def _target_widths(self) -> Iterable[tuple[Source, int]]:
         return zip(self.problem.targets, self.widths, strict=True)
+
+    def add_up(self, workers: Workers) -> None:
+        """Have the sums of all workers, each of which must have seen some rows or none."""
+        if self.gram is not None:
+            self.gram.add_up(workers)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        if self.gram is not None:
+            self.gram.clear()
 
     def solve(self, ridge: float, key_dispersion: float) -> None:
         """Principal components, or reduced-rank regression; keys are stretched likewise."""
@@ -211,9 +247,13 @@ def stages(methods: Iterable[HasProblems]) -> list[int]:
 
 
 def tasks_of_stage(
-    methods: Iterable[HasProblems], stage: int, anatomy: Anatomy, device: torch.device
+    methods: Iterable[HasProblems],
+    stage: int,
+    anatomy: Anatomy,
+    device: torch.device,
+    workers: Workers = ALONE,
 ) -> list[Task]:
-    """The tasks of one stage, each with empty sums."""
+    """The tasks of one stage, each with empty sums, in the same order on every worker."""
     problems: list[Problem] = [
         problem for method in methods for problem in method.problems() if problem.stage == stage
     ]
@@ -223,6 +263,6 @@ def tasks_of_stage(
         if isinstance(problem, Regression):
             shared.setdefault(problem.features_key, []).append(problem)
         else:
-            tasks.append(ComponentsTask(problem, anatomy, device))
+            tasks.append(ComponentsTask(problem, anatomy, device, workers))
     tasks.extend(RegressionTask(group, anatomy, device) for group in shared.values())
     return tasks

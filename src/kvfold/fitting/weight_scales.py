@@ -65,9 +65,9 @@ def start_weights(
         if any(f"{number}.{name}" in by_name for name in trained):
             _draw_residuals(pipeline, batches, anchors, seed)
         spreads = _spreads(pipeline, batches, anchors)
-        for name in parameters_of(pipeline, ("maps", "residual")):
+        for name, weight in parameters_of(pipeline, ("maps", "residual")).items():
             if f"{number}.{name}" in by_name:
-                by_name[f"{number}.{name}"]["scale"] = _scale(name, spreads)
+                by_name[f"{number}.{name}"]["scale"] = _scale(name, spreads).to(weight)
         if f"{number}.sequence.score.weight" in by_name:
             by_name[f"{number}.sequence.score.weight"]["scale"] = GATE_SCALE * score_scale(
                 pipeline, batches[0]
@@ -130,17 +130,17 @@ def _watched(pipeline: Pipeline, seen: dict[str, tuple[Moments, Moments]]) -> It
             handle.remove()
 
 
-def _scale(name: str, spreads: Mapping[str, _Spread]) -> Tensor | float:
+def _scale(name: str, spreads: Mapping[str, _Spread]) -> Tensor:
     """The scale of a linear map's weight (outputs, inputs) or bias (outputs,) by its name."""
     module, _, kind = name.rpartition(".")
     if module not in spreads:
-        return 1.0  # nothing reads it, so it never gets a gradient
+        return torch.ones(())  # nothing reads it, so it never gets a gradient
     outputs = _spread_around(module, spreads)
     if kind == "bias":
         return outputs
     inputs = spreads[module].inputs
     scale: Tensor = outputs[:, None] / (inputs * len(inputs) ** 0.5)
-    return scale.to(outputs)
+    return scale
 
 
 def _spread_around(module: str, spreads: Mapping[str, _Spread]) -> Tensor:
