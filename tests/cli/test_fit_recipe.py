@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
+import kvfold as package
 from kvfold.store.addon import AddOn
 
 PLAN = {
@@ -132,6 +137,28 @@ def test_a_readme_of_ones_own_is_kept(fit, recipe_file, tmp_path):
     assert "no model card was written" in flat(done)
 
 
+def test_two_processes_make_one_addon_and_one_of_them_speaks(recipe_file, text_file, tmp_path):
+    pytest.importorskip("accelerate", reason="pip install 'kvfold[train]'")
+    arguments = ["fit", "--recipe", recipe_file(), "--data", text_file.parent]
+    arguments += ["--out", tmp_path / "two", "--log", tmp_path / "log.jsonl", "--device", "cpu"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "kvfold", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Recipe: a tiny one") == 1
+    stages = AddOn.from_pretrained(tmp_path / "two").report["stages"]
+    assert [stage["name"] for stage in stages] == ["closed-form", "gates"]
+    steps = [json.loads(line).get("step") for line in (tmp_path / "log.jsonl").open()]
+    assert [step for step in steps if step] == [1, 2, 3, 4]
+    assert not (tmp_path / "two.work").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -155,6 +182,7 @@ def test_options_that_the_recipe_says_are_refused(fit, recipe_file, tmp_path, mo
         ((), "name a MODEL, or a --recipe FILE"),
         (("m", "--data", "."), "--data is for --recipe FILE"),
         (("m", "--log", "x"), "--log is for --recipe FILE"),
+        (("m", "--track", "trackio"), "--track is for --recipe FILE"),
         (("--recipe", "no-such.yaml"), "no-such.yaml"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 
 from kvfold.anatomy import anatomy
 from kvfold.errors import AddOnError, CorpusError, FitError
+from kvfold.fitting.checkpoint import Checkpoint
 from kvfold.fitting.distil import Distiller, DistilSettings, distil
 from kvfold.fitting.fit import fit
 from kvfold.fitting.gates import GateSettings
@@ -131,7 +132,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tiny_model: Any, tmp_path: Pa
     model, checkpoint = tiny_model("llama"), tmp_path / "distil"
     addon = _addon(model)
     run = Distiller(model, addon, _mixture(), _tokens(4), SETTINGS)
-    run.save(checkpoint)
+    Checkpoint(checkpoint, run.digest, 1).save(run.state_dict())
     with pytest.raises(FitError, match="must belong to this fit"):
         _run(model, addon, DistilSettings(steps=5), checkpoint=checkpoint)
     assert checkpoint.exists()

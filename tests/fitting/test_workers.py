@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,10 +15,14 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.errors import CorpusError, MissingExtraError
+from kvfold.errors import CorpusError, FitError, MissingExtraError
+from kvfold.fitting.distil import DistilSettings, distil
 from kvfold.fitting.fit import fit
+from kvfold.fitting.mixture import Mixture, MixturePart
+from kvfold.fitting.refine import RefineSettings, refine
 from kvfold.fitting.workers import ALONE, Workers
 from kvfold.plan import Plan
+from kvfold.store.addon import AddOn
 
 JOB = Path(__file__).with_name("worker_job.py")
 LOST = 17
@@ -26,6 +32,7 @@ WORK_CLOSE = 1e-3
 """The closed form multiplies differences of the sums by the features' condition, which ridge keeps
 below 1e5.
 """
+CURVES_CLOSE = 1e-3
 PATIENCE = 600.0
 
 pytest.importorskip("accelerate", reason="accelerate is missing: pip install 'kvfold[train]'")
@@ -91,8 +98,8 @@ def test_sums_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_fit_on_two_processes_is_that_of_one(tmp_path: Path) -> None:
-    (alone,) = _finished("fit", tmp_path / "one", 1)
-    first, second = _finished("fit", tmp_path / "two", 2)
+    (alone,) = _finished("tiny_fit", tmp_path / "one", 1)
+    first, second = _finished("tiny_fit", tmp_path / "two", 2)
     assert not (tmp_path / "two" / "checkpoint").exists()
     for name, weight in first["weights"].items():
         assert torch.equal(weight, second["weights"][name]), name
@@ -114,9 +121,84 @@ def test_a_lost_worker_ends_the_run_and_leaves_a_checkpoint_to_go_on_from(tmp_pa
     assert status == LOST, said
     assert "one of them is lost" in said and "same checkpoint" in said
     assert (folder / "checkpoint").exists()
-    (resumed,) = _finished("fit", folder, 1)
-    (alone,) = _finished("fit", tmp_path / "alone", 1)
+    (resumed,) = _finished("tiny_fit", folder, 1)
+    (alone,) = _finished("tiny_fit", tmp_path / "alone", 1)
     _assert_same_work(resumed, alone)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the recipe's text in it."""
+    made = tmp_path_factory.mktemp("recipe")
+    lines = [json.dumps({"text": f"{n} times {n} is {n * n}, as known."}) for n in range(160)]
+    (made / "data").mkdir()
+    (made / "data" / "sums.jsonl").write_text("\n".join(lines))
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Path:
+    """The recipe run by one process."""
+    _finished("recipe", folder / "alone", 1)
+    return folder / "alone"
+
+
+def _curve(folder: Path, stage: str) -> dict[tuple[int, str], float]:
+    """Losses and held-out errors by step and name, as they were logged last."""
+    logged = map(json.loads, (folder / "0.jsonl").read_text().splitlines())
+    lines = [line for line in logged if line.get("stage") == stage]
+    names = ("loss", "kl", "held_out_kl", "held_out_error", "train_error")
+    return {(line["step"], name): line[name] for line in lines for name in names if line.get(name)}
+
+
+def _close(found: dict[Any, float], wanted: dict[Any, float]) -> None:
+    assert wanted
+    assert found.keys() == wanted.keys()
+    for place, value in wanted.items():
+        assert found[place] == pytest.approx(value, rel=CURVES_CLOSE), place
+
+
+def test_two_processes_have_the_loss_curves_of_one(folder: Path, alone: Path) -> None:
+    ended = _run("recipe", folder / "two", 2)
+    assert [status for status, _ in ended] == [0, 0], ended
+    for stage in ("refine", "distil"):
+        _close(_curve(folder / "two", stage), _curve(alone, stage))
+    first, second = (torch.load(folder / "two" / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    kept = [
+        [(stage["kept"], stage["kl_after"]) for stage in json.loads(report.read_text())["stages"]]
+        for report in sorted((folder / "two").glob("*.json"))
+    ]
+    assert kept[0] == kept[1]
+    assert any(stage_kept for stage_kept, _ in kept[0])
+    assert not (folder / "two" / "1.jsonl").exists()
+    shown = [said for _, said in ended]
+    assert "steps" in shown[0]
+    assert shown[1] == ""
+
+
+@pytest.fixture(scope="module")
+def broken(folder: Path) -> Path:
+    """The recipe, of which worker 1 was killed in the middle of distilling."""
+    (status, said), (other, _) = _run("recipe_killed", folder / "broken", 2)
+    assert other == 1
+    assert status == LOST, said
+    assert "one of them is lost" in said and "same checkpoint" in said
+    assert (folder / "broken" / "work" / "3-distil.checkpoint").exists()
+    return folder / "broken"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_recipe_goes_on_after_the_loss_of_a_worker(
+    folder: Path, alone: Path, broken: Path, count: int
+) -> None:
+    again = folder / f"again-{count}"
+    shutil.copytree(broken, again)
+    _finished("recipe", again, count)
+    _close(_curve(again, "distil"), _curve(alone, "distil"))
+    logged = [json.loads(line) for line in (again / "0.jsonl").read_text().splitlines()]
+    begun = next(n for n, line in enumerate(logged) if line.get("event") == "go on")
+    assert min(line["step"] for line in logged[begun:] if "kl" in line) == 5
 
 
 @pytest.mark.slow
@@ -146,6 +228,17 @@ def test_several_processes_without_accelerate_are_told_the_extra(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(MissingExtraError, match=r"kvfold\[train\]"):
         Workers.join()
+
+
+def test_rows_that_cannot_be_shared_out_evenly_are_refused(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    plan = Plan.from_dict({"window": 4, "depth": [{"method": "ced", "split": 1, "layers": [1]}]})
+    addon = AddOn.untrained(model, plan)
+    tokens = torch.randint(3, 97, (2, 64))
+    mixture = Mixture([MixturePart("text", tokens, 1.0)], seed=0)
+    for stage, settings in ((distil, DistilSettings(rows=4)), (refine, RefineSettings(rows=4))):
+        with pytest.raises(FitError, match="divisible by the number of workers"):
+            stage(model, addon, mixture, tokens, settings, progress=False, workers=Workers(0, 3))
 
 
 def test_more_workers_than_windows_are_refused(tiny_model: Any) -> None:

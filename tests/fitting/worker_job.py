@@ -5,6 +5,7 @@ Started by `test_workers.py` with the environment of a launcher, or without one,
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from datetime import timedelta
@@ -16,8 +17,11 @@ import torch
 from kvfold.anatomy import anatomy
 from kvfold.errors import FitError
 from kvfold.fitting import closed_form
+from kvfold.fitting.distil import Distiller
 from kvfold.fitting.fit import fit
 from kvfold.fitting.gram import Gram, Sketch
+from kvfold.fitting.recipe import Recipe
+from kvfold.fitting.stages import run_recipe
 from kvfold.fitting.workers import Workers
 from kvfold.plan import Plan
 from kvfold.runtime.capture import capture
@@ -25,16 +29,51 @@ from kvfold.runtime.capture import capture
 LOST = 17
 """Exit status of a worker that was told of another's loss by the right error."""
 KILLED_AT = 6
-"""Batches after which worker 1 dies: the second checkpoint has been written."""
+"""Batches, or steps, after which worker 1 dies: the second checkpoint has been written."""
+
+RECIPE = {
+    "name": "two workers",
+    "model": "unused",
+    "plan": {
+        "anchors": 2,
+        "window": 6,
+        "depth": [{"method": "latent", "layers": [1, 2, 3], "rank": 24}],
+        "sequence": [{"method": "pool", "layers": [1, 2, 3], "group": 2, "gate": "head"}],
+    },
+    "text": [
+        {"source": "${DATA}/sums.jsonl"},
+        {"source": "self", "weight": 0.5, "tokens": 480},
+    ],
+    "seq": 48,
+    "held_out": 240,
+    "self_text": {"batch": 2},
+    "stages": [
+        {"stage": "closed-form", "tokens": 1920},
+        {"stage": "refine", "steps": 8, "moves": 2, "rows": 2, "queries": 16, "look_every": 4},
+        {"stage": "distil", "steps": 9, "rows": 4, "rows_at_once": 2, "look_every": 3},
+        {"stage": "gates", "steps": 4, "moves": 2, "queries": 16},
+    ],
+}
+"""A step of distilling takes 2 rows at once: the share of one of two workers."""
 
 
-def tiny_model() -> Any:
+class Letters:
+    """A tokenizer of one token a character; end of text is token 2, begin of text token 1."""
+
+    eos_token_id, bos_token_id = 2, 1
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        """Ids as a tokenizer gives them."""
+        return {"input_ids": [3 + ord(c) for c in text]}
+
+
+def tiny_model(vocab_size: int = 97) -> Any:
     """A random llama of four layers."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=97,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=4,
@@ -130,11 +169,51 @@ def killed(workers: Workers, folder: Path) -> None:
         return real(*args)
 
     closed_form.capture = dying  # type: ignore[assignment]
+    _told_of_loss(tiny_fit, workers, folder)
+
+
+def _told_of_loss(job: Any, workers: Workers, folder: Path) -> None:
+    """Run a job that another worker's death must end by the right error."""
     try:
-        tiny_fit(workers, folder)
+        job(workers, folder)
     except FitError as error:
         sys.stderr.write(f"{error}\n")
         os._exit(LOST)  # not held up by the connection that is gone
+
+
+def recipe(workers: Workers, folder: Path) -> None:
+    """All stages of a recipe, logged by whoever logs."""
+
+    def log(line: dict[str, Any]) -> None:
+        with (folder / f"{workers.rank}.jsonl").open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
+
+    addon = run_recipe(
+        Recipe.from_dict(RECIPE),
+        tiny_model(160),
+        Letters(),
+        folder / "work",
+        data=folder.parent / "data",
+        checkpoint_every=2,
+        log=log,
+        progress=True,
+        workers=workers,
+    )
+    torch.save(dict(enumerate(addon.parameters())), folder / f"{workers.rank}.pt")
+    (folder / f"{workers.rank}.json").write_text(json.dumps(addon.report))
+
+
+def recipe_killed(workers: Workers, folder: Path) -> None:
+    """The same recipe, of which worker 1 dies while it distils."""
+    real = Distiller.step
+
+    def dying(self: Distiller, log: Any = None) -> None:
+        if workers.rank == 1 and self.done == KILLED_AT - 1:
+            os._exit(1)
+        real(self, log)
+
+    Distiller.step = dying  # type: ignore[method-assign]
+    _told_of_loss(recipe, workers, folder)
 
 
 def differing(workers: Workers, folder: Path) -> None:
@@ -149,4 +228,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     job, out = sys.argv[1], Path(sys.argv[2])
     joined = Workers.join(cpu=True, timeout=timedelta(seconds=300))
-    {"sums": sums, "fit": tiny_fit, "killed": killed, "differing": differing}[job](joined, out)
+    jobs = (sums, tiny_fit, killed, recipe, recipe_killed, differing)
+    {made.__name__: made for made in jobs}[job](joined, out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -53,7 +53,8 @@ HELP = (
     "With --recipe FILE everything comes from one YAML or JSON file: model, plan, texts, and the "
     "stages of the training in order. Each stage is measured on held-out text, and one that made "
     "it worse is not kept. A text whose source is ${DATA}/NAME is in the folder that --data names. "
-    "The add-on gets a model card. An interrupted run goes on with --resume.\n\n"
+    "The add-on gets a model card. An interrupted run goes on with --resume. Started by torchrun "
+    "or accelerate launch, several processes share the work.\n\n"
     "With --prefill skip most of a prompt runs through the lower layers only; the last tokens "
     "(--replay) run through all. --state-projector is for models with linear attention.\n\n"
     "A plan of all three axes, as a file for --plan. Groups of layers share a code (depth), 4 "
@@ -116,6 +117,10 @@ def fit_command(
     log: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a recipe's progress here, as JSON lines."),
+    ] = None,
+    track: Annotated[
+        Literal["tensorboard", "trackio"] | None,
+        typer.Option(help="Draw a recipe's progress as curves, with an extra of that name."),
     ] = None,
     json_file: Annotated[
         Path | None,
@@ -181,10 +186,12 @@ def fit_command(
 
         _refuse_given(context, SAID_BY_RECIPES, "is said by the recipe; change it there")
         fit_recipe(
-            RecipeOptions(recipe, output, model, data, log, json_file, force, resume, dtype, device)
+            RecipeOptions(
+                recipe, output, model, data, log, track, json_file, force, resume, dtype, device
+            )
         )
         return
-    _refuse_given(context, ("data", "log"), "is for --recipe FILE")
+    _refuse_given(context, ("data", "log", "track"), "is for --recipe FILE")
     if model is None:
         raise typer.BadParameter("name a MODEL, or a --recipe FILE that does")
     only_one(preset=preset, plan=plan, times_smaller=times_smaller, bytes_per_token=bytes_per_token)

@@ -1,4 +1,8 @@
-"""`kvfold fit --recipe`: run a recipe's stages, and write the add-on with its model card."""
+"""`kvfold fit --recipe`: run a recipe's stages, and write the add-on with its model card.
+
+Started by `torchrun` or `accelerate launch`, each process loads the model and takes its share of
+the work; the first one alone writes and has something to say.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from kvfold.cli.options import console, load_model
 
 if TYPE_CHECKING:
     from kvfold.fitting.recipe import Recipe
+    from kvfold.fitting.trackers import TrackerName
     from kvfold.store.addon import AddOn
 
 
@@ -31,6 +36,7 @@ class RecipeOptions:
     model: str | None
     data: Path | None
     log: Path | None
+    track: TrackerName | None
     json_file: Path | None
     force: bool
     resume: bool
@@ -44,22 +50,41 @@ def fit_recipe(options: RecipeOptions) -> None:
     from kvfold.describe import describe
     from kvfold.fitting.json_lines import JsonLines
     from kvfold.fitting.stages import check_recipe, run_recipe
+    from kvfold.fitting.trackers import tracking
+    from kvfold.fitting.workers import Workers
     from kvfold.models import load_config
 
     check_output(options.output, force=options.force)
     recipe = _recipe(options)
-    screen = console()
+    device = options.device or recipe.device
+    workers = Workers.join(cpu=device == "cpu")
+    screen = console(quiet=not workers.first)
     began = time.perf_counter()
     shape = anatomy(load_config(recipe.model_name))
     plan = check_recipe(recipe, shape, options.data)
     screen.print(f"Recipe: {recipe.name}", highlight=False, markup=False)
     screen.print(f"Plan: {describe(plan, shape)}", highlight=False)
     work = options.output.with_name(f"{options.output.name}.work")
-    if not options.resume:
+    if not options.resume and workers.first:
         remove(work)
-    model, tokenizer = load_model(recipe.model_name, recipe.dtype, options.device or recipe.device)
-    with JsonLines(options.log, go_on=options.resume) as lines:
-        addon = run_recipe(recipe, model, tokenizer, work, data=options.data, log=lines.write)
+    model, tokenizer = load_model(recipe.model_name, recipe.dtype, workers.own_device(device))
+    workers.barrier()
+    name, curves = options.output.name, options.output.with_name(f"{options.output.name}.curves")
+    with (
+        JsonLines(options.log if workers.first else None, go_on=options.resume) as lines,
+        tracking(options.track if workers.first else None, name, curves) as track,
+    ):
+
+        def log(line: dict[str, Any]) -> None:
+            lines.write(line)
+            track(line)
+
+        addon = run_recipe(
+            recipe, model, tokenizer, work, data=options.data, log=log, workers=workers
+        )
+    workers.leave()
+    if not workers.first:
+        return
     card = _save(addon, recipe, options.output)
     remove(work)
     write_report(addon.report, options.json_file)

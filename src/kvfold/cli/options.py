@@ -90,10 +90,14 @@ BytesPerTokenOption = Annotated[
 ]
 
 
-def console() -> Console:
-    """The terminal for results: at most 100 columns, and 100 where there is no terminal."""
+def console(*, quiet: bool = False) -> Console:
+    """The terminal for results: at most 100 columns, and 100 where there is no terminal.
+
+    quiet: for a process that has nothing to show.
+    """
     found = Console()
-    return Console(width=min(found.width, WIDTH) if found.is_terminal else WIDTH)
+    width = min(found.width, WIDTH) if found.is_terminal else WIDTH
+    return Console(width=width, quiet=quiet)
 
 
 def only_one(**options: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import FitError
+from kvfold.fitting.workers import ALONE, Workers
 
 FORMAT_VERSION = 1
 
@@ -72,29 +73,45 @@ def load_checkpoint(path: Path, job: str) -> dict[str, Any] | None:
 class Checkpoint:
     """Where one job keeps how far it is; without a path nothing is kept.
 
-    job: see `job_digest`. every: steps or batches after which it is due. writes: whether this is
-    the process that writes the file; all of several workers read it.
+    job: see `job_digest`. every: steps or batches after which it is due. workers: those that do
+    the job; the first writes, and all go on from what it wrote.
     """
 
     path: Path | None
     job: str
     every: int
-    writes: bool = True
+    workers: Workers = ALONE
 
     def load(self) -> dict[str, Any] | None:
-        """What was saved last, None for nothing; raises as `load_checkpoint`."""
-        return None if self.path is None else load_checkpoint(self.path, self.job)
+        """What was saved last, None for nothing.
+
+        Raises as `load_checkpoint`, and `FitError` unless all workers find the same.
+        """
+        if self.path is None:
+            return None
+        if self.workers.count > 1:
+            self.workers.agree("checkpoint", *_file_numbers(self.path))
+        return load_checkpoint(self.path, self.job)
 
     def due(self, done: int) -> bool:
         """Whether to save after so many steps."""
         return self.path is not None and done > 0 and done % self.every == 0
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write atomically, if there is a path."""
-        if self.path is not None and self.writes:
+        """Write atomically, if there is a path and this is the first worker."""
+        if self.path is not None and self.workers.first:
             save_checkpoint(self.path, self.job, state)
 
     def remove(self) -> None:
         """Delete the file: the job is done."""
-        if self.path is not None and self.writes:
+        if self.path is not None and self.workers.first:
             self.path.unlink(missing_ok=True)
+
+
+def _file_numbers(path: Path) -> list[int]:
+    """Numbers that tell files apart; none of a file is there as another's."""
+    if not path.exists():
+        return [0, 0, 0]
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").digest()
+    return [1, *(int.from_bytes(part) for part in (found[:6], found[6:12]))]

@@ -77,9 +77,9 @@ def closed_form_stage(
 
     mixture: parts give rows by their weights. held_out: not used, as nothing is chosen here.
     checkpoint: a file to go on from and to write every `checkpoint_every` batches; it is deleted
-    at the end. log: called with one line in the end. workers: see `ClosedForm`; the first alone
-    shows the bar, writes and logs. Raises `CorpusError` for too little text, `FitError` for
-    non-finite activations, degenerate features, a foreign checkpoint or a lost worker.
+    at the end. log: called with one line in the end. workers: see `ClosedForm`. Raises
+    `CorpusError` for too little text, `FitError` for non-finite activations, degenerate features,
+    a foreign checkpoint or a lost worker.
     """
     rows = sum(len(part.windows) for part in mixture.parts)
     if settings.tokens is not None:
@@ -88,14 +88,8 @@ def closed_form_stage(
     job = job_digest(
         addon.plan.to_json(), addon.base.to_json(), repr(settings), mixture.digest(), tokens=tokens
     )
-    solver = ClosedForm(
-        model,
-        addon,
-        tokens,
-        settings,
-        Checkpoint(checkpoint, job, checkpoint_every, workers.first),
-        workers=workers,
-    )
+    saves = Checkpoint(checkpoint, job, checkpoint_every, workers)
+    solver = ClosedForm(model, addon, tokens, settings, saves, workers=workers)
     with wide(addon, model), frozen(model), progress_bar(progress and workers.first) as bar:
         report = solver.run(bar)
     solver.checkpoint.remove()
@@ -107,9 +101,9 @@ def closed_form_stage(
 class ClosedForm:
     """The closed form of one add-on, whose weights must be in `wide_dtype`.
 
-    tokens: (windows, seq) ids without padding. batch: windows in one forward. workers: those that
-    run this same job, each with all tokens, of which it takes its share; all solve the same sums.
-    Raises `CorpusError` for fewer windows than workers.
+    tokens: (windows, seq) ids without padding. batch: windows in one forward. workers: the
+    processes that do this same work, each with the whole text, of which it takes its share; all
+    get the same weights. Raises `CorpusError` for fewer windows than workers.
     """
 
     def __init__(
@@ -122,13 +116,13 @@ class ClosedForm:
         batch: int | None = None,
         workers: Workers = ALONE,
     ) -> None:
+        self.model, self.addon, self.tokens = model, addon, tokens
+        self.workers = workers
         if tokens.ndim and 0 < len(tokens) < workers.count:
             raise CorpusError(
                 f"every worker must have text; got {len(tokens)} windows for {workers.count} "
                 "workers; give a longer text or start fewer"
             )
-        self.workers = workers
-        self.model, self.addon, self.tokens = model, addon, tokens
         self.shape: Anatomy = anatomy(model)
         self.settings, self.checkpoint = settings, checkpoint
         self.batch = batch or default_batch(tokens)
@@ -143,8 +137,6 @@ class ClosedForm:
         members += [] if projector is None else [projector]
         order = stages(members)
         saved = self.checkpoint.load()
-        place = (0, 0) if saved is None else (saved["stage"] + 1, saved["next_window"])
-        self.workers.agree("checkpoint", *place)
         if saved is not None:
             self._load(saved)
         for number, stage in enumerate(order):
@@ -157,7 +149,8 @@ class ClosedForm:
                 begin = int(saved["next_window"])
                 for task, state in zip(tasks, saved["tasks"], strict=True):
                     task.load_state_dict(state)
-                self._leave_to_first(tasks)
+                    if not self.workers.first:
+                        task.clear()
             done = number * len(self.tokens) + begin
             bar[0].update(
                 bar[1], total=len(order) * len(self.tokens), completed=done, rate="", visible=True
@@ -168,9 +161,9 @@ class ClosedForm:
             for task in tasks:
                 task.add_up(self.workers)
                 task.solve(self.settings.ridge, self.settings.key_dispersion)
+            self._share_weights()
             streaming += streamed - started
             solving += time.perf_counter() - streamed
-        self.workers.same_weights(self.addon.parameters())
         seen = windows * self.tokens.shape[1] if windows else 0
         report = {
             "tokens": self.tokens.numel(),
@@ -182,6 +175,7 @@ class ClosedForm:
             "solve_seconds": round(solving, 3),
         }
         kept = set_kept(self.model, self.addon.plan, projector, self.tokens)
+        self._share_weights()
         return {"fit": report, **kept}
 
     def state(self, stage: int, next_window: int = 0, tasks: Sequence[Task] = ()) -> dict[str, Any]:
@@ -198,17 +192,14 @@ class ClosedForm:
     def _pass(self, tasks: list[Task], stage: int, begin: int, bar: tuple[Progress, TaskID]) -> int:
         """One stage's pass over the text from window `begin`; returns the windows it took.
 
-        In each round every worker takes in `batch` windows, or what is left of them.
+        In each round every worker takes in `batch` windows.
         """
-        each = self.batch * self.workers.count
         sources = frozenset[Source]().union(*(task.sources for task in tasks))
         started = time.perf_counter()
+        each = self.batch * self.workers.count
         for count, start in enumerate(range(begin, len(self.tokens), each)):
             if self.checkpoint.due(count):
-                for task in tasks:
-                    task.add_up(self.workers)
-                self._leave_to_first(tasks)
-                self.checkpoint.save(self.state(stage, start, tasks))
+                self._save(stage, start, tasks)
             taken = self.tokens[start : start + each]
             ids = self.workers.share(taken)
             if len(ids):
@@ -221,16 +212,24 @@ class ClosedForm:
             bar[0].update(bar[1], advance=len(taken), rate=f"{rate:,.0f} tokens/s")
         return len(self.tokens) - begin
 
-    def _leave_to_first(self, tasks: list[Task]) -> None:
-        """Let sums that all workers have be the first one's alone, or they would count again."""
-        if not self.workers.first:
-            for task in tasks:
-                task.clear()
-
     def _activations(self, sources: frozenset[Source], ids: Tensor) -> Activations:
         captured = capture(self.model, self.shape, sources, ids)
         skip = self.addon.plan.anchors
         return {source: exact_dtype(x[:, skip:]) for source, x in captured.items()}
+
+    def _save(self, stage: int, next_window: int, tasks: list[Task]) -> None:
+        """Write where the fit stands; sums of all workers are then the first one's alone."""
+        for task in tasks:
+            task.add_up(self.workers)
+            if not self.workers.first:
+                task.clear()
+        self.checkpoint.save(self.state(stage, next_window, tasks))
+
+    def _share_weights(self) -> None:
+        """Linear algebra may differ by a bit between machines: all take the first one's weights."""
+        projector = self.addon.state_projector
+        for module in (self.addon.pipelines, *([] if projector is None else [projector])):
+            self.workers.same_weights(module.state_dict().values())
 
     def _load(self, saved: dict[str, Any]) -> None:
         self.addon.pipelines.load_state_dict(saved["pipelines"])

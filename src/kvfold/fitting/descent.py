@@ -4,7 +4,8 @@ One forward of the model gives every layer's exact activations. Weights are then
 layer's attention over anchors, window and slots gives what attention over the exact history
 gives: the squared error of the layer's output, relative to its size, over queries drawn from those
 that have a history. A pipeline's loss is the sum over the layers that read it. Pipelines share
-nothing but the forward (and, rarely, the maps of one hidden state).
+nothing but the forward (and, rarely, the maps of one hidden state). Several workers take different
+rows and average their gradients.
 
 What is trained is an argument: `kvfold.fitting.gates` trains pooling gates only, and
 `kvfold.fitting.refine` all that an add-on has.
@@ -29,6 +30,8 @@ from kvfold.fitting.attention_output import (
 )
 from kvfold.fitting.scaled_adam import ScaledAdam
 from kvfold.fitting.seeds import drawn_order
+from kvfold.fitting.shared_steps import average_gradients, start_alike, summed
+from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import Activations, Pipeline
 from kvfold.plan import Plan
 from kvfold.runtime.layer import FoldedAttention, Reading
@@ -38,8 +41,10 @@ LEAST_SEQ = 1024
 WARM_FRACTION = 0.1
 """Of the steps: the learning rate rises over them, and falls along a cosine afterwards."""
 
-KnownOutputs = dict[tuple[int, int, int, int], tuple[LayerAttention, Tensor]]
-"""By layer, anchors, window and group: the exact attention of one batch's drawn queries."""
+KnownOutputs = dict[tuple[int, int, int, int], tuple[LayerAttention, Tensor, Tensor]]
+"""By layer, anchors, window and group: the exact attention of one batch's drawn queries, its
+output, and the sum of the output's squares.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,8 +111,8 @@ class AttentionDescent:
     pipelines: those with weights to train, in float32 or float64, with `requires_grad` set on what
     moves and only there. seq: tokens of a row. groups: of `ScaledAdam`. readings: how each layer
     reads its history; where they are given, slots are quantised as the plan says, and None is for
-    weights that are to serve any bits. Raises `CorpusError` where rows are too short to have a
-    history.
+    weights that are to serve any bits. workers: those that take the same steps on other rows.
+    Raises `CorpusError` where rows are too short to have a history.
     """
 
     def __init__(
@@ -120,8 +125,10 @@ class AttentionDescent:
         settings: Descent,
         groups: list[dict[str, Any]],
         readings: Mapping[int, Reading] | None = None,
+        workers: Workers = ALONE,
     ) -> None:
         self.model, self.shape, self.plan, self.seq = model, shape, plan, seq
+        self.workers = workers
         self.settings = settings
         self.pipelines = list(pipelines)
         self.windows = windows_of(plan, settings)
@@ -159,13 +166,17 @@ class AttentionDescent:
         self.done, self.losses = int(state["done"]), list(state["losses"])
         self.optimizer.load_state_dict(state["optimizer"])
 
+    def start_alike(self) -> None:
+        """Have the first worker's weights, and its scales of steps."""
+        start_alike(self.workers, self.optimizer)
+
     def step(
         self,
         exact: Activations,
         known: KnownOutputs,
         pipelines: Iterable[Pipeline] | None = None,
     ) -> None:
-        """One move. exact: `sources` of one batch, in float32 or float64.
+        """One move. exact: `sources` of one batch, this worker's rows, in float32 or float64.
 
         known: what others have computed of this batch and step already; added to. pipelines: the
         ones that move, all by default.
@@ -178,7 +189,12 @@ class AttentionDescent:
                 if total.requires_grad:  # not where all layers hold what they read as it is
                     total.backward()  # type: ignore[no-untyped-call]
             losses.update({layer: float(error.detach()) for layer, error in found.items()})
+        means = summed(self.workers, list(losses.values()))
+        losses = {n: total / self.workers.count for n, total in zip(losses, means, strict=True)}
         self._require_finite(losses)
+        average_gradients(
+            self.workers, (w for group in self.optimizer.param_groups for w in group["params"])
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.rate(self.done)
         self.optimizer.step()
@@ -189,10 +205,14 @@ class AttentionDescent:
     def drawn_errors(
         self, pipeline: Pipeline, exact: Activations, known: KnownOutputs
     ) -> dict[int, Tensor]:
-        """Each layer's error in this step's window, at this step's queries."""
+        """Each layer's error in this step's window, at this step's queries.
+
+        Relative to the mean size of all workers' outputs, so that the mean over workers is the
+        error of all their rows.
+        """
         window = self.windows[self.done % len(self.windows)]
         positions = self._drawn(pipeline, window)
-        return self.errors(pipeline, exact, positions, window, known)
+        return self.errors(pipeline, exact, positions, window, known, self.workers)
 
     def errors(
         self,
@@ -201,8 +221,12 @@ class AttentionDescent:
         positions: Tensor,
         window: int,
         known: KnownOutputs,
+        workers: Workers = ALONE,
     ) -> dict[int, Tensor]:
-        """Each layer's squared error at some positions, relative to its output's size: 0-dim."""
+        """Each layer's squared error at some positions, relative to its output's size: 0-dim.
+
+        workers: over whom the size is averaged.
+        """
         codes = self._codes(pipeline, exact)
         made = {}
         for layer in pipeline.layers:
@@ -210,10 +234,11 @@ class AttentionDescent:
             key = (layer, self.plan.anchors, window, pipeline.group)
             if key not in known:
                 attention = LayerAttention(fold, self.model, exact, positions)
-                known[key] = attention, attention.exact()
-            attention, wanted = known[key]
+                wanted = attention.exact()
+                known[key] = attention, wanted, workers.all_mean(wanted.pow(2).sum())
+            attention, wanted, mean_size = known[key]
             got = attention.folded(fold, codes, self.plan, window=window, quantised=self.quantised)
-            size = wanted.pow(2).sum().clamp_min(torch.finfo(wanted.dtype).tiny)
+            size = mean_size.clamp_min(torch.finfo(wanted.dtype).tiny)
             made[layer] = (got - wanted).pow(2).sum() / size
         return made
 

@@ -8,7 +8,8 @@ measured on held-out rows; the weights of the best look are what is kept, so the
 made worse on them.
 
 Which rows and which window a step takes follows from its number alone. So a run that is resumed
-goes on exactly where it was.
+goes on exactly where it was. Several workers share the rows of each step and of each look, and do
+together what one process does that takes as many rows at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from kvfold.anatomy import anatomy
 from kvfold.errors import CorpusError, FitError
 from kvfold.fitting.bar import progress_bar
-from kvfold.fitting.checkpoint import job_digest, load_checkpoint, save_checkpoint
+from kvfold.fitting.checkpoint import Checkpoint, job_digest
 from kvfold.fitting.distil_loss import Distance, LossSettings, distance, distance_and_gradient
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gram import exact_dtype
@@ -35,8 +36,10 @@ from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.parts import PARTS, Part, check_parts
 from kvfold.fitting.scaled_adam import ScaledAdam
 from kvfold.fitting.seeds import derived_seed
+from kvfold.fitting.shared_steps import average_gradients, require_even, start_alike, summed
 from kvfold.fitting.weight_scales import start_weights, weight_groups
 from kvfold.fitting.wide import wide
+from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import Activations, rebuilt_pipelines
 from kvfold.plan import Plan
 from kvfold.plan_overrides import regrouped
@@ -116,34 +119,38 @@ def distil(
     checkpoint_every: int = 16,
     log: Log | None = None,
     progress: bool = True,
+    workers: Workers = ALONE,
 ) -> dict[str, Any]:
     """Train an add-on end to end against its own base model; its weights change in place.
 
     model: plain; left as it was. mixture: what is trained on. held_out: (windows, seq) ids to look
     at. checkpoint: a file to go on from, written every `checkpoint_every` steps and deleted at the
-    end. log: called with plain data at every step and every look. Returns the report: steps,
-    held-out KL at each look, the best one's step, tokens and seconds.
+    end. log: called with plain data at every step and every look. workers: those that make this
+    same call; they share the rows, all end with the same weights, and only the first logs and
+    writes. Returns the report: steps, held-out KL at each look, the best one's step, tokens and
+    seconds.
 
     Raises `AddOnError` for another base model, `CorpusError` for rows too short to have a history,
-    `FitError` where nothing can be trained, a loss is not finite, or the checkpoint is another
-    job's.
+    `FitError` where nothing can be trained, a loss is not finite, rows can't be shared out evenly,
+    a worker is lost, or the checkpoint is another job's.
     """
     settings = settings or DistilSettings()
     addon.check_base(model)
     with frozen(model), wide(addon, model):
-        run = Distiller(model, addon, mixture, held_out, settings)
-        if checkpoint is not None:
-            run.go_on_from(checkpoint)
-        with progress_bar(progress, unit="steps") as bar:
+        run = Distiller(model, addon, mixture, held_out, settings, workers)
+        saves = Checkpoint(checkpoint, run.digest, checkpoint_every, workers)
+        saved = saves.load()
+        if saved is not None:
+            run.load_state_dict(saved)
+        with progress_bar(progress and workers.first, unit="steps") as bar:
             bar[0].update(bar[1], description="distil", total=settings.steps, visible=True, rate="")
             while not run.is_over:
-                run.step(log)
+                run.step(log if workers.first else None)
                 bar[0].update(bar[1], completed=run.done, rate=f"held-out KL {run.best_kl:.4f}")
-                if checkpoint is not None and run.done % checkpoint_every == 0:
-                    run.save(checkpoint)
+                if saves.due(run.done):
+                    saves.save(run.state_dict())
         run.keep_best()
-        if checkpoint is not None:
-            checkpoint.unlink(missing_ok=True)
+        saves.remove()
         return run.report()
 
 
@@ -157,9 +164,11 @@ class Distiller:
         mixture: Mixture,
         held_out: Tensor,
         settings: DistilSettings,
+        workers: Workers = ALONE,
     ) -> None:
         self.model, self.addon, self.mixture, self.settings = model, addon, mixture, settings
-        self.held_out = held_out
+        self.held_out, self.workers = held_out, workers
+        require_even(workers, settings.rows, "distilling")
         lora = addon.lora
         self.student = self._student(addon.plan)
         self.students = [self.student, *map(self._student, self._regrouped())]
@@ -179,6 +188,7 @@ class Distiller:
         self.digest = self._digest()
         self._start(groups)
         self.optimizer = ScaledAdam(groups, lr=settings.learning_rate)
+        start_alike(workers, self.optimizer)
         self.done = 0
         self.seconds = 0.0
         self.looks: list[tuple[int, float, float]] = []
@@ -280,8 +290,8 @@ class Distiller:
         return derived_seed(self.settings.seed, name, self.done) % count
 
     def _learn(self) -> Distance:
-        """Gradients of one step; returns the distance before it."""
-        rows = self.mixture.batch(self.done, self.settings.rows)
+        """Gradients of one step, of all workers' rows; returns the distance before it."""
+        rows = self.workers.share(self.mixture.batch(self.done, self.settings.rows))
         window = self.windows[self._drawn("window", len(self.windows))]
         student = self.students[self._drawn("group", len(self.students))]
         parts = []
@@ -294,14 +304,16 @@ class Distiller:
                 moved, gradient = distance_and_gradient(
                     self.model, hidden, teacher, self.settings.loss, seed=seed
                 )
-                if not math.isfinite(moved.loss):
-                    raise FitError(
-                        f"the loss must be finite; at step {self.done + 1} it is {moved.loss}; "
-                        "lower the learning rate, or load the model in bfloat16 or float32"
-                    )
                 hidden.backward(gradient * (len(ids) / len(rows)))  # type: ignore[no-untyped-call]
             parts.append((len(ids), moved))
-        return _mean(parts)
+        mean = _mean(parts, self.workers)
+        if not math.isfinite(mean.loss):
+            raise FitError(
+                f"the loss must be finite; at step {self.done + 1} it is {mean.loss}; lower the "
+                "learning rate, or load the model in bfloat16 or float32"
+            )
+        average_gradients(self.workers, self.weights)
+        return mean
 
     def _teach(self, ids: Tensor) -> tuple[Activations, Tensor]:
         """What the student is handed, and the final hidden states that it should come to.
@@ -319,13 +331,14 @@ class Distiller:
     def _look(self, log: Log | None) -> None:
         """Measure the held-out rows, and keep the weights if they are the best so far."""
         parts = []
-        at_once = self.settings.rows_at_once or self.settings.rows
-        for ids in torch.split(self.held_out, at_once):
+        at_once = self.settings.rows_at_once or self.settings.rows // self.workers.count
+        batches = torch.split(self.held_out, at_once)
+        for ids in batches[self.workers.rank :: self.workers.count]:
             found, teacher = self._teach(ids)
             with adapted(self.model, self.addon.lora), self.student.running():
                 hidden = self.student(found)
             parts.append((len(ids), distance(self.model, hidden, teacher, self.settings.loss)))
-        seen = _mean(parts)
+        seen = _mean(parts, self.workers)
         if not math.isfinite(seen.kl):
             raise FitError(
                 f"the held-out KL must be finite; after {self.done} steps it is {seen.kl}; lower "
@@ -347,9 +360,9 @@ class Distiller:
         for weight, best in zip(self.weights, self.best, strict=True):
             weight.copy_(best)
 
-    def save(self, path: Path) -> None:
-        """Write all that another run of the same job needs to go on."""
-        state = {
+    def state_dict(self) -> dict[str, Any]:
+        """All that another run of the same job needs to go on."""
+        return {
             "done": self.done,
             "seconds": self.seconds,
             "looks": self.looks,
@@ -357,14 +370,10 @@ class Distiller:
             "best": self.best,
             "optimizer": self.optimizer.state_dict(),
         }
-        save_checkpoint(path, self.digest, state)
 
     @torch.no_grad()
-    def go_on_from(self, path: Path) -> None:
-        """Take up what a checkpoint of this job says, if there is one."""
-        saved = load_checkpoint(path, self.digest)
-        if saved is None:
-            return
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where another run of the same job was."""
         self.done, self.seconds = int(saved["done"]), float(saved["seconds"])
         self.looks = [(int(step), float(kl), float(error)) for step, kl, error in saved["looks"]]
         for kept, theirs in ((self.weights, saved["weights"]), (self.best, saved["best"])):
@@ -393,9 +402,8 @@ class Distiller:
         }
 
 
-def _mean(parts: list[tuple[int, Distance]]) -> Distance:
-    """The distance over rows of several batches."""
-    total = sum(rows for rows, _ in parts)
-    return Distance(
-        *(sum(n * getattr(d, f.name) for n, d in parts) / total for f in fields(Distance))
-    )
+def _mean(parts: list[tuple[int, Distance]], workers: Workers) -> Distance:
+    """The distance over rows of several batches, of all workers."""
+    sums = [sum(n * getattr(d, f.name) for n, d in parts) for f in fields(Distance)]
+    total, *sums = summed(workers, [sum(rows for rows, _ in parts), *sums])
+    return Distance(*(one / total for one in sums))

@@ -63,9 +63,9 @@ def fit(
     Low-rank terms (the plan's lora) are left at their start, which changes nothing. batch: windows
     in one forward. checkpoint: a file to go on from and to write every
     `checkpoint_every` batches; it is deleted at the end. workers: the processes that run this same
-    call, each with the whole text, of which its closed form takes a share; all get the same add-on,
-    and only the first shows bars and writes. The model is left as it was; the add-on has its dtype
-    and device.
+    call, each with the whole text, of which it takes its share; all get the same add-on, and only
+    the first shows bars and writes. The model is left as it was; the add-on has its dtype and
+    device.
 
     Raises `PlanError` if the plan does not fit the model, `CorpusError` for too little text,
     `FitError` for non-finite activations, degenerate features, a foreign checkpoint or a lost
@@ -83,19 +83,19 @@ def fit(
         if path is None
         else job_digest(plan.to_json(), addon.base.to_json(), words, tokens=tokens)
     )
-    saves = Checkpoint(path, job, checkpoint_every, workers.first)
+    saves = Checkpoint(path, job, checkpoint_every, workers)
     solver = ClosedForm(model, addon, tokens, settings, saves, batch, workers)
     with wide(addon, model), frozen(model), progress_bar(progress and workers.first) as bar:
         addon.report.update(solver.run(bar))
         if trainable(addon.pipelines):
             check_windows(tokens)
-            trainer = GateTrainer(model, shape, plan, addon.pipelines, tokens.shape[1], gates)
+            seq = tokens.shape[1]
+            trainer = GateTrainer(model, shape, plan, addon.pipelines, seq, gates, workers)
             row = partial(drawn_row, tokens, gates.seed)
             beside = partial(solver.state, GATES_STAGE)
             addon.report["gates"] = run_gates(trainer, row, bar, saves, beside)
         if held_out is not None and len(held_out):
             addon.report.update(report_fit(model, plan, addon.pipelines, held_out, batch=batch))
-        workers.same_weights(addon.parameters())
     saves.remove()
     return addon
 

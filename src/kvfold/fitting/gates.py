@@ -20,6 +20,7 @@ from kvfold.anatomy import Anatomy
 from kvfold.fitting.descent import LEAST_SEQ, AttentionDescent, Descent, KnownOutputs
 from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.seeds import drawn_order
+from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import Activations, Pipeline, PoolGate, Source
 from kvfold.plan import Plan
 from kvfold.runtime.capture import capture
@@ -29,7 +30,7 @@ __all__ = ["LEAST_SEQ", "GateSettings", "GateTrainer", "gate_of", "train_gates",
 
 @dataclass(frozen=True)
 class GateSettings(Descent):
-    """How gates are trained; see `Descent`. A batch is one row of the text."""
+    """How gates are trained; see `Descent`. A batch is one row of the text for each worker."""
 
     steps: int = 128
     moves: int = 4
@@ -88,6 +89,7 @@ class GateTrainer:
     """The gates of one plan in training; `step` takes the activations of one row of text.
 
     pipelines: the plan's, with fitted depth maps, in float32 or float64. seq: tokens of a row.
+    workers: those that take the same steps, each on rows of its own; gradients are averaged.
     Raises `CorpusError` where rows are too short to have a history.
     """
 
@@ -99,6 +101,7 @@ class GateTrainer:
         pipelines: nn.ModuleList,
         seq: int,
         settings: GateSettings,
+        workers: Workers = ALONE,
     ) -> None:
         self.settings = settings
         self.pipelines = trainable(pipelines)
@@ -107,7 +110,9 @@ class GateTrainer:
             pipeline.depth.requires_grad_(False)
             gate_of(pipeline).requires_grad_(True)
             groups.extend(gate_groups(gate_of(pipeline)))
-        self.descent = AttentionDescent(model, shape, plan, self.pipelines, seq, settings, groups)
+        self.descent = AttentionDescent(
+            model, shape, plan, self.pipelines, seq, settings, groups, workers=workers
+        )
         self.sources = self.descent.sources
 
     @property
@@ -140,6 +145,7 @@ class GateTrainer:
         if self.done == 0:
             self._scale_to_inputs(exact)
             self._start_biases(exact, known)
+            self.descent.start_alike()
         self.descent.step(exact, known)
 
     @torch.no_grad()

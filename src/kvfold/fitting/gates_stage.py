@@ -21,6 +21,7 @@ from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gates import GateSettings, GateTrainer, train_gates, trainable
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.wide import wide
+from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import build_pipelines
 from kvfold.plan import Plan
 from kvfold.store.addon import AddOn
@@ -39,14 +40,17 @@ def train_gates_stage(
     checkpoint_every: int = 16,
     log: Log | None = None,
     progress: bool = True,
+    workers: Workers = ALONE,
 ) -> dict[str, Any]:
     """Train the gates of an add-on in place, its maps as they are; returns the report's `gates`.
 
     mixture: of rows of 1,024 tokens or more. held_out: not used; each layer is trained for as many
     steps as were asked for. checkpoint: a file to go on from and to write every `checkpoint_every`
-    steps; it is deleted at the end. log: called with one line a step. Raises `FitError` for a plan
-    without gates to train, a loss that is not finite, or a foreign checkpoint, and `CorpusError`
-    for rows without a history.
+    steps; it is deleted at the end. log: called with one line a step. workers: those that make
+    this same call. Each takes rows of its own, so that a step sees as many rows as there are
+    workers; only the first logs and writes. Raises `FitError` for a plan without gates to train, a
+    loss that is not finite, a lost worker or a foreign checkpoint, and `CorpusError` for rows
+    without a history.
     """
     shape = anatomy(model)
     require_gates(addon.plan, shape)
@@ -55,9 +59,12 @@ def train_gates_stage(
         addon.plan.to_json(), addon.base.to_json(), repr(settings), mixture.digest(), *weights,
         tokens=mixture.batch(0, 1),
     )  # fmt: skip
-    kept = Checkpoint(checkpoint, job, checkpoint_every)
-    with wide(addon, model), frozen(model), progress_bar(progress) as bar:
-        trainer = GateTrainer(model, shape, addon.plan, addon.pipelines, mixture.seq, settings)
+    kept = Checkpoint(checkpoint, job, checkpoint_every, workers)
+    shown = progress and workers.first
+    with wide(addon, model), frozen(model), progress_bar(shown) as bar:
+        trainer = GateTrainer(
+            model, shape, addon.plan, addon.pipelines, mixture.seq, settings, workers
+        )
         report = run_gates(trainer, lambda number: mixture.batch(number, 1), bar, kept, dict, log)
     kept.remove()
     return report
@@ -82,22 +89,26 @@ def run_gates(
 ) -> dict[str, Any]:
     """Every step that is left of a training; returns what the report says about it.
 
-    row: see `train_gates`. checkpoint: what it holds of gates is loaded first. beside: what a
-    checkpoint must hold beside the trainer's state.
+    row: see `train_gates`; the trainer's workers take rows in turn. checkpoint: what it holds of
+    gates is loaded first. beside: what a checkpoint must hold beside the trainer's state.
     """
     saved = checkpoint.load()
     if saved is not None and "gates" in saved:
         trainer.load_state_dict(saved["gates"])
+    workers = trainer.descent.workers
     shown = bar[0].add_task("gates", total=trainer.settings.steps, completed=trainer.done, rate="")
 
     def after_step() -> None:
         error = trainer.mean_error
         bar[0].update(shown, completed=trainer.done, rate=f"error {error:.3f}")
-        if log is not None:
+        if log is not None and workers.first:
             log({"step": trainer.done, "error": error})
         if checkpoint.due(trainer.done):
             checkpoint.save({**beside(), "gates": trainer.state_dict()})
 
+    def own_row(number: int) -> Tensor:
+        return row(number * workers.count + workers.rank)
+
     started = time.perf_counter()
-    train_gates(trainer.descent.model, trainer.descent.shape, [trainer], row, after_step)
+    train_gates(trainer.descent.model, trainer.descent.shape, [trainer], own_row, after_step)
     return {**trainer.report(), "seconds": round(time.perf_counter() - started, 3)}

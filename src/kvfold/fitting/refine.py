@@ -7,7 +7,8 @@ slots as the plan stores them, quantised ones included, with straight-through gr
 
 Every so many steps the error is measured on held-out text, and each pipeline keeps the weights
 that it was best with there: a pipeline with nothing to win stays as it was. One that has not
-improved for a while is left alone from then on.
+improved for a while is left alone from then on. Several workers share the rows of each batch, and
+the held-out rows.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from kvfold.anatomy import anatomy, text_decoder
 from kvfold.errors import CorpusError, FitError
 from kvfold.fitting.attention_output import first_with_history
 from kvfold.fitting.bar import progress_bar
-from kvfold.fitting.checkpoint import job_digest, load_checkpoint, save_checkpoint
+from kvfold.fitting.checkpoint import Checkpoint, job_digest
 from kvfold.fitting.descent import AttentionDescent, Descent, check_history
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.parts import PARTS, Part, check_parts, parameters_of, units
+from kvfold.fitting.shared_steps import require_even, summed
 from kvfold.fitting.weight_scales import start_weights, weight_groups
+from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import Activations, Pipeline
 from kvfold.runtime.capture import capture
 from kvfold.runtime.reading import choose_readings
@@ -90,18 +93,22 @@ def refine(
     checkpoint_every: int = 16,
     log: Log | None = None,
     progress: bool = True,
+    workers: Workers = ALONE,
 ) -> dict[str, Any]:
     """Refine an add-on in place; returns what it brought, as plain data.
 
     mixture: text to train on. held_out: (windows, seq) ids without padding, of which the first
     `LOOK_ROWS` are used. checkpoint: a file to go on from, to the exact step, and to write every
     `checkpoint_every` steps; it is deleted at the end. log: called at each look with one mapping,
-    a line of a JSON-lines log. The report has the steps taken and the held-out error (squared,
-    relative) before and after, as a mean over layers and by layer; empty if nothing was trained.
+    a line of a JSON-lines log. workers: those that make this same call; they share the rows, all
+    end with the same weights, and only the first logs and writes. The report has the steps taken
+    and the held-out error (squared, relative) before and after, as a mean over layers and by
+    layer; empty if nothing was trained.
 
     Weights are float32 while they move (float64 in a float64 model). If it is interrupted the
     add-on has the best weights so far. Raises `AddOnError` for another base model, `CorpusError`
-    for rows without a history, `FitError` for losses that are not finite or a foreign checkpoint.
+    for rows without a history, `FitError` for losses that are not finite, rows that can't be
+    shared out evenly, a lost worker or a foreign checkpoint.
     """
     addon.check_base(model)
     _check_held_out(held_out)
@@ -112,19 +119,19 @@ def refine(
     kept = {name: p.dtype for name, p in addon.pipelines.named_parameters()}
     addon.pipelines.to(first.device, _work_dtype(first.dtype)).requires_grad_(False)
     started = time.perf_counter()
-    with frozen(model), progress_bar(progress) as (bar, _):
-        run = _Refinement(model, addon, mixture, held_out, settings, trained)
-        if checkpoint is not None:
-            run.checkpoint, run.checkpoint_every = Path(checkpoint), checkpoint_every
+    require_even(workers, settings.rows, "refining")
+    with frozen(model), progress_bar(progress and workers.first) as (bar, _):
+        digest = _digest(addon, mixture, held_out, settings)
+        saves = Checkpoint(checkpoint, digest, checkpoint_every, workers)
+        run = _Refinement(model, addon, mixture, held_out, settings, trained, saves)
         try:
-            run.go(bar, log)
+            run.go(bar, log if workers.first else None)
         finally:
             run.keep_best()
             addon.pipelines.requires_grad_(False)
             for name, parameter in addon.pipelines.named_parameters():
                 parameter.data = parameter.data.to(kept[name])
-    if checkpoint is not None:
-        Path(checkpoint).unlink(missing_ok=True)
+    saves.remove()
     return {**run.report(), "seconds": round(time.perf_counter() - started, 3)}
 
 
@@ -207,12 +214,12 @@ class _Refinement:
         held_out: Tensor,
         settings: RefineSettings,
         trained: list[list[Pipeline]],
+        saves: Checkpoint,
     ) -> None:
         self.model, self.plan, self.mixture, self.settings = model, addon.plan, mixture, settings
         self.shape = anatomy(model)
         self.held_out = held_out[:LOOK_ROWS]
-        self.checkpoint: Path | None = None
-        self.checkpoint_every = 1
+        self.saves, self.workers = saves, saves.workers
         self.units = [_unit(members, settings.parts) for members in trained]
         pipelines = [pipeline for unit in self.units for pipeline in unit.pipelines]
         for unit in self.units:
@@ -227,10 +234,10 @@ class _Refinement:
             settings,
             weight_groups(pipelines, settings.parts),
             choose_readings(self.plan, pipelines, self.shape),
+            self.workers,
         )
         windows = self.descent.windows
         check_history(self.shape, self.plan, pipelines, windows, held_out.shape[1])
-        self.digest = _digest(addon, mixture, held_out, settings)
         self.looked_at: list[Activations] = []
 
     @property
@@ -246,25 +253,26 @@ class _Refinement:
         exact: Activations = {}
         while self.step < settings.steps and self._training():
             if not exact or self.step % settings.moves == 0:
-                exact = self._batch(self.step // settings.moves)
+                exact = self._captured(self.workers.share(self._rows(self.step // settings.moves)))
             self.descent.step(exact, {}, self._training())
             if self.step % settings.look_every == 0 or self.step == settings.steps:
                 self._look(log)
-            if self.checkpoint is not None and self.step % self.checkpoint_every == 0:
-                self._save()
+            if self.saves.due(self.step):
+                self.saves.save(self._state_dict())
             bar.update(shown, completed=self.step, rate=f"error {self._least():.4f}")
 
     def _begin(self, log: Log | None) -> None:
         """Go on from a checkpoint, or measure weights and errors before the first step."""
-        saved = load_checkpoint(self.checkpoint, self.digest) if self.checkpoint else None
+        saved = self.saves.load()
         if saved is not None:
             self.descent.load_state_dict(saved["descent"])
             for unit, state in zip(self.units, saved["units"], strict=True):
                 unit.load_state_dict(state)
             return
-        batches = [self._batch(number) for number in range(MEASURED_BATCHES)]
+        batches = [self._captured(self._rows(number)) for number in range(MEASURED_BATCHES)]
         pipelines, groups = self.descent.pipelines, self.descent.optimizer.param_groups
         start_weights(pipelines, groups, batches, self.plan.anchors, self.settings.seed)
+        self.descent.start_alike()
         self._look(log)
 
     def _training(self) -> list[Pipeline]:
@@ -272,8 +280,8 @@ class _Refinement:
         active = [unit for unit in self.units if unit.since < self.settings.patience]
         return [pipeline for unit in active for pipeline in unit.pipelines]
 
-    def _batch(self, number: int) -> Activations:
-        return self._captured(self.mixture.batch(number, self.settings.rows))
+    def _rows(self, number: int) -> Tensor:
+        return self.mixture.batch(number, self.settings.rows)
 
     def _captured(self, ids: Tensor) -> Activations:
         captured = capture(self.model, self.shape, self.descent.sources, ids)
@@ -285,10 +293,11 @@ class _Refinement:
         if not self.looked_at:
             sources = self.descent.sources
             self.looked_at = [
-                capture(self.model, self.shape, sources, ids[None]) for ids in self.held_out
+                capture(self.model, self.shape, sources, ids[None])
+                for ids in self.workers.share(self.held_out)
             ]
         training = self._training()
-        found: dict[int, float] = {}
+        found = {layer: 0.0 for pipeline in training for layer in pipeline.layers}
         for captured in self.looked_at:
             exact = {source: exact_dtype(x) for source, x in captured.items()}
             for pipeline in training:
@@ -296,8 +305,9 @@ class _Refinement:
                     positions = self._spread_positions(pipeline, window)
                     errors = self.descent.errors(pipeline, exact, positions, window, {})
                     for layer, error in errors.items():
-                        found[layer] = found.get(layer, 0.0) + float(error)
-        looks = len(self.looked_at) * len(self.descent.windows)
+                        found[layer] += float(error)
+        found = dict(zip(found, summed(self.workers, list(found.values())), strict=True))
+        looks = len(self.held_out) * len(self.descent.windows)
         for unit in self.units:
             if unit.pipelines[0] in training:
                 layers = [layer for pipeline in unit.pipelines for layer in pipeline.layers]
@@ -337,13 +347,11 @@ class _Refinement:
         for unit in self.units:
             unit.keep_best()
 
-    def _save(self) -> None:
-        assert self.checkpoint is not None
-        state = {
+    def _state_dict(self) -> dict[str, Any]:
+        return {
             "descent": self.descent.state_dict(),
             "units": [unit.state_dict() for unit in self.units],
         }
-        save_checkpoint(self.checkpoint, self.digest, state)
 
     def report(self) -> dict[str, Any]:
         """What the run brought, as plain data."""

@@ -29,6 +29,7 @@ from kvfold.fitting.bar import progress_bar
 from kvfold.fitting.corpus import encode
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.seeds import derived_seed
+from kvfold.fitting.workers import ALONE, Workers
 from kvfold.store.fingerprint import Fingerprint
 
 FORMAT_VERSION = 1
@@ -66,6 +67,7 @@ def self_generated(
     batch: int = 8,
     progress: bool = False,
     file: str | Path | None = None,
+    workers: Workers = ALONE,
 ) -> Tensor:
     """Rows that a model writes: (tokens // window, window) int64, prompts included, on the CPU.
 
@@ -75,7 +77,8 @@ def self_generated(
     begin-of-text token, or a new line if it has none. A row goes on after an end-of-text token.
     batch: rows at once, which has a part in what is drawn; the last batch is made whole. file: a
     .safetensors file to take rows from that are there already and to write all to; what it holds
-    beyond `tokens` stays.
+    beyond `tokens` stays. workers: those that make this same call; each writes other batches, all
+    get the same rows, and only the first shows the bar and keeps the file.
 
     Raises `AttachError` while an add-on is attached, `CorpusError` for settings that make no row,
     and for a file that is damaged or of another model or other settings, which is not touched.
@@ -99,11 +102,13 @@ def self_generated(
     if path is not None and path.exists():
         rows = _read(path, settings, model)
     base = "" if path is None else Fingerprint.of(model).to_json()
-    with frozen(model), progress_bar(progress) as (bar, task):
+    workers.agree("self-made text", len(rows))
+    with frozen(model), progress_bar(progress and workers.first) as (bar, task):
         bar.update(task, description="self text", total=count, completed=len(rows), visible=True)
         while len(rows) < count:
-            rows = torch.cat([rows, _batch(model, settings, begins, len(rows) // batch)])
-            if path is not None:
+            number = len(rows) // batch + workers.rank
+            rows = torch.cat([rows, workers.joined(_batch(model, settings, begins, number))])
+            if path is not None and workers.first:
                 _write(path, rows, settings, base)
             bar.update(task, completed=min(count, len(rows)))
     return rows[:count].clone()

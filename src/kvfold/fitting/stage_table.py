@@ -2,9 +2,12 @@
 
 Every stage's function has one signature and changes the add-on's weights in place:
 
-    run(model, addon, mixture, held_out, settings, *, checkpoint, checkpoint_every, log, progress)
+    run(model, addon, mixture, held_out, settings, *,
+        checkpoint, checkpoint_every, log, progress, workers)
 
-It returns what the report says of it, as plain data.
+It returns what the report says of it, as plain data. workers (`kvfold.fitting.workers`) are the
+processes that make the same call with the same arguments: they share the work and all end with the
+same weights; only the first logs, shows bars and writes the checkpoint, which all go on from.
 """
 
 from __future__ import annotations

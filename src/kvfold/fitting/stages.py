@@ -5,6 +5,9 @@ it worse is not kept: the next one goes on from the weights before it. Everythin
 go on after an interruption is in a work folder: the weights after each stage that is over (as
 add-ons), what was measured of it, the checkpoint of the one that runs, and text that the model
 wrote. A run that went on ends where an unbroken one does.
+
+Of several workers, all run and measure every stage; the first writes the work folder, which all
+must see, and the others go by what it says, so that all keep the same stages.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from kvfold.fitting.report import report_fit
 from kvfold.fitting.seeds import derived_seed
 from kvfold.fitting.training_text import TrainingText, build_mixture
 from kvfold.fitting.wide import wide
+from kvfold.fitting.workers import ALONE, Workers
 from kvfold.plan import Plan
 from kvfold.store.addon import AddOn
 
@@ -57,6 +61,7 @@ def run_recipe(
     checkpoint_every: int = 16,
     log: Log | None = None,
     progress: bool = True,
+    workers: Workers = ALONE,
 ) -> AddOn:
     """The add-on of a recipe, all its stages run.
 
@@ -64,16 +69,20 @@ def run_recipe(
     recipe left, to go on from, or one to be made; it is the caller's to delete. data: what
     `${DATA}` stands for. checkpoint_every: steps between a stage's checkpoints. log: called with
     one mapping of plain data for each line of a log; lines since the last checkpoint come again
-    after an interruption. The add-on's report says what each stage brought, and holds the recipe.
+    after an interruption. workers: those that make this same call; only the first logs. The
+    add-on's report says what each stage brought, and holds the recipe.
 
-    Raises `RecipeError` for a missing data folder, `FitError` for the work folder of another run,
-    and what plans, texts and stages raise.
+    Raises `RecipeError` for a missing data folder, `FitError` for the work folder of another run
+    or a lost worker, and what plans, texts and stages raise.
     """
     shape = anatomy(model)
     plan = check_recipe(recipe, shape, data)
     work.mkdir(parents=True, exist_ok=True)
-    text = recipe_text(recipe, model, tokenizer, work, data=data, progress=progress)
-    runner = _Runner(recipe, model, shape, plan, text, work, log or (lambda _: None))
+    text = recipe_text(
+        recipe, model, tokenizer, work, data=data, progress=progress, workers=workers
+    )
+    told = log if log is not None and workers.first else (lambda _: None)
+    runner = _Runner(recipe, model, shape, plan, text, work, told, workers)
     for number, entry in enumerate(recipe.stages):
         if number >= len(runner.done):
             runner.run(number, entry, checkpoint_every=checkpoint_every, progress=progress)
@@ -100,6 +109,7 @@ def recipe_text(
     *,
     data: Path | None = None,
     progress: bool = True,
+    workers: Workers = ALONE,
 ) -> TrainingText:
     """The mixture and held-out rows of a recipe; see `build_mixture`.
 
@@ -119,6 +129,7 @@ def recipe_text(
         batch=sampling.batch,
         file=work / SELF_TEXT_FILE,
         progress=progress,
+        workers=workers,
     )
     named = zip(recipe.text, mixture.parts, strict=True)
     parts = [made._replace(name=part.name) for part, made in named]
@@ -137,8 +148,10 @@ class _Runner:
         text: TrainingText,
         work: Path,
         log: Log,
+        workers: Workers,
     ) -> None:
         self.recipe, self.model, self.work, self.log = recipe, model, work, log
+        self.workers = workers
         self.mixture, self.tokens = text
         self.held_out = HeldOut(model, self.tokens)
         start = _untrained(model, plan, recipe.seed)
@@ -149,23 +162,24 @@ class _Runner:
         self.done: list[dict[str, Any]] = []
         self.kept = START
         saved = self._saved()
+        workers.agree("work folder", saved is not None)
         if saved is None:
             self.dropped = self.held_out.dropped(start)
             self.quality = self._measure(START, start)[0]
-            start.save_pretrained(work / START)
+            self._save_addon(START, start)
             self._save()
             self.log({"event": "begin", "recipe": recipe.name, **self._figures()})
         else:
-            self.done, self.kept = saved["done"], saved["kept"]
-            self.dropped = Quality(**saved["dropped"])
-            self.quality = None if saved["quality"] is None else Quality(**saved["quality"])
+            self._go_by(saved)
             self.log({"event": "go on", "recipe": recipe.name, "stages_done": len(self.done)})
 
     def run(self, number: int, entry: StageEntry, *, checkpoint_every: int, progress: bool) -> None:
         """One stage: run it, unless an earlier run has, measure it, and keep it if it helped."""
         name = f"{number + 1}-{entry.name}"
         checkpoint = self.work / f"{name}.checkpoint"
-        if not (self.work / name).exists():
+        has_run = (self.work / name).exists()
+        self.workers.agree("work folder", has_run, number)
+        if not has_run:
             tried = self._load(self.kept)
             started = time.perf_counter()
             report = entry.kind.run(
@@ -178,11 +192,13 @@ class _Runner:
                 checkpoint_every=checkpoint_every,
                 log=lambda line: self.log({"stage": entry.name, "number": number + 1, **line}),
                 progress=progress,
+                workers=self.workers,
             )
             seconds = round(time.perf_counter() - started, 3)
             tried.report = {RUN: {"seconds": seconds, "report": report}}
-            tried.save_pretrained(self.work / name)
-        checkpoint.unlink(missing_ok=True)
+            self._save_addon(name, tried)
+        if self.workers.first:
+            checkpoint.unlink(missing_ok=True)
         self._judge(name, entry, self._load(name))
 
     def _judge(self, name: str, entry: StageEntry, tried: AddOn) -> None:
@@ -255,6 +271,17 @@ class _Runner:
             self.work / name, dtype=self.model.dtype, device=self.model.device
         )
 
+    def _save_addon(self, name: str, addon: AddOn) -> None:
+        """Write the first worker's add-on, and wait until it is there."""
+        if self.workers.first:
+            addon.save_pretrained(self.work / name)
+        self.workers.barrier()
+
+    def _go_by(self, saved: dict[str, Any]) -> None:
+        self.done, self.kept = saved["done"], saved["kept"]
+        self.dropped = Quality(**saved["dropped"])
+        self.quality = None if saved["quality"] is None else Quality(**saved["quality"])
+
     def _saved(self) -> dict[str, Any] | None:
         """What an earlier run of the same recipe left."""
         path = self.work / STATE_FILE
@@ -278,16 +305,23 @@ class _Runner:
         return state
 
     def _save(self) -> None:
-        write_json(
-            self.work / STATE_FILE,
-            {
-                "job": self.job,
-                "done": self.done,
-                "kept": self.kept,
-                "dropped": asdict(self.dropped),
-                "quality": None if self.quality is None else asdict(self.quality),
-            },
-        )
+        """Write where the first worker is; the others then go by that."""
+        if self.workers.first:
+            write_json(
+                self.work / STATE_FILE,
+                {
+                    "job": self.job,
+                    "done": self.done,
+                    "kept": self.kept,
+                    "dropped": asdict(self.dropped),
+                    "quality": None if self.quality is None else asdict(self.quality),
+                },
+            )
+        self.workers.barrier()
+        if not self.workers.first:
+            saved = self._saved()
+            assert saved is not None
+            self._go_by(saved)
 
 
 def _untrained(model: Any, plan: Plan, seed: int) -> AddOn:

@@ -18,6 +18,7 @@ from kvfold.fitting.corpus import DEFAULT_CORPUS, HUB_PREFIX, check_window
 from kvfold.fitting.mixture import Mixture, MixturePart, apportion
 from kvfold.fitting.packing import Documents, load_documents, packed_windows, texts_of, without
 from kvfold.fitting.self_text import self_generated
+from kvfold.fitting.workers import ALONE, Workers
 
 SELF = "self"
 """The source that is the model's own text. A file or folder of this name is `./self`."""
@@ -82,13 +83,14 @@ def build_mixture(
     batch: int = 8,
     file: str | Path | None = None,
     progress: bool = False,
+    workers: Workers = ALONE,
 ) -> TrainingText:
     """Read or write the texts of a recipe, and cut them into rows.
 
     parts: of sources that hold no text in common. model: plain; asked only for `self` text.
     held_out_tokens: at most so many, at least a window of each part; parts give of them by their
     weights, so that a part with little held-out text lowers the number of all. No held-out
-    document is trained on, in whatever part it stands. temperature to progress: of `self` text,
+    document is trained on, in whatever part it stands. temperature to workers: of `self` text,
     see `self_generated`; its first rows are the held-out ones, so that more tokens move none.
 
     Raises `CorpusError` for no parts, for sources one of which is in another, for a text that is
@@ -110,6 +112,7 @@ def build_mixture(
         batch=batch,
         file=file,
         progress=progress,
+        workers=workers,
     )
     pack = partial(_packed, tokenizer, window)
     held_out = {

@@ -50,14 +50,28 @@ class Workers:
             state = state_class(cpu=cpu, timeout=timeout)
         return cls(int(state.process_index), int(state.num_processes), str(state.device))
 
+    def own_device(self, named: str | None) -> str | None:
+        """Where this worker's model belongs: among several, a device of its own for each.
+
+        named: what was asked for; a device with a number is left as it is.
+        """
+        kind = self.device.partition(":")[0]
+        return self.device if self.count > 1 and named in (None, kind) else named
+
+    def leave(self) -> None:
+        """Say goodbye to the others at the end; nothing can be exchanged any more."""
+        if self.count > 1:
+            self.barrier()
+            _partial_state()().destroy_process_group()
+
     @property
     def first(self) -> bool:
         """Whether this is the worker that shows bars and writes files."""
         return self.rank == 0
 
     def share(self, rows: Tensor) -> Tensor:
-        """This worker's rows, `rows[rank::count]`; none where there are fewer rows than workers."""
-        return rows[self.rank :: self.count]
+        """This worker's rows, one after another; none where there are fewer rows than workers."""
+        return rows.tensor_split(self.count)[self.rank]
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """The sum over workers, in place and given back; equal bit for bit on every worker."""
@@ -69,6 +83,17 @@ class Workers:
     def all_mean(self, tensor: Tensor) -> Tensor:
         """The mean over workers, in place and given back."""
         return self.all_sum(tensor).div_(self.count)
+
+    def joined(self, rows: Tensor) -> Tensor:
+        """The rows of all workers, one's after another's, on the device of `rows`.
+
+        All must have as many, of the same shape and dtype.
+        """
+        if self.count == 1:
+            return rows
+        all_rows = torch.zeros(self.count, *rows.shape, dtype=rows.dtype, device=self.device)
+        all_rows[self.rank] = rows
+        return self.all_sum(all_rows).flatten(0, 1).to(rows.device)
 
     def all_of_first(self, tensor: Tensor) -> Tensor:
         """The first worker's tensor, in place and given back; all must have its shape and dtype."""
