@@ -180,15 +180,19 @@ class ClosedForm:
         for count, start in enumerate(range(begin, len(self.tokens), self.batch)):
             if self.checkpoint.due(count):
                 self.checkpoint.save(self.state(stage, start, tasks))
-            ids = self.tokens[start : start + self.batch]
-            activations = self._activations(sources, ids)
-            for task in tasks:
-                task.add(activations)
-            del activations
-            done = start + len(ids) - begin
+            rows = self.take(tasks, sources, start)
+            done = start + rows - begin
             rate = done * self.tokens.shape[1] / (time.perf_counter() - started)
-            bar[0].update(bar[1], advance=len(ids), rate=f"{rate:,.0f} tokens/s")
+            bar[0].update(bar[1], advance=rows, rate=f"{rate:,.0f} tokens/s")
         return len(self.tokens) - begin
+
+    def take(self, tasks: list[Task], sources: frozenset[Source], start: int) -> int:
+        """Add the batch that begins at a window to the sums; returns its windows."""
+        ids = self.tokens[start : start + self.batch]
+        activations = self._activations(sources, ids)
+        for task in tasks:
+            task.add(activations)
+        return len(ids)
 
     def _activations(self, sources: frozenset[Source], ids: Tensor) -> Activations:
         captured = capture(self.model, self.shape, sources, ids)

@@ -112,7 +112,7 @@ def refine(
     addon.pipelines.to(first.device, _work_dtype(first.dtype)).requires_grad_(False)
     started = time.perf_counter()
     with frozen(model), progress_bar(progress) as (bar, _):
-        run = _Refinement(model, addon, mixture, held_out, settings, trained)
+        run = Refinement(model, addon, mixture, held_out, settings, trained)
         if checkpoint is not None:
             run.checkpoint, run.checkpoint_every = Path(checkpoint), checkpoint_every
         try:
@@ -195,7 +195,7 @@ class _Unit:
         self.since = int(state["since"])
 
 
-class _Refinement:
+class Refinement:
     """One run: what is trained, where it stands and where it is saved."""
 
     def __init__(

@@ -1,0 +1,207 @@
+"""What of each stage a dry run runs, and how often the stage itself would.
+
+A stage's own code runs on tensors without data: its first batch or step, which makes what is kept
+from then on, and one more, which stands for all the others. So memory and operations are those of
+the code as it is, and a stage that changes changes its prediction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from rich.progress import Progress, TaskID
+from torch import Tensor, nn
+
+from kvfold.anatomy import anatomy
+from kvfold.fitting.bar import progress_bar
+from kvfold.fitting.checkpoint import Checkpoint
+from kvfold.fitting.closed_form import ClosedForm, ClosedFormSettings
+from kvfold.fitting.components_of_memory import GRADIENTS
+from kvfold.fitting.distil import Distiller, DistilSettings, in_training
+from kvfold.fitting.frozen import frozen
+from kvfold.fitting.gates import GateSettings, GateTrainer, train_gates
+from kvfold.fitting.live_memory import LiveMemory
+from kvfold.fitting.mixture import Mixture, MixturePart
+from kvfold.fitting.parts import units
+from kvfold.fitting.refine import Refinement, RefineSettings
+from kvfold.fitting.tasks import Task
+from kvfold.fitting.wide import wide
+from kvfold.methods import Source
+from kvfold.store.addon import AddOn
+
+WINDOWS = 64
+"""Windows of a mixture without data: more than any one batch takes."""
+
+
+class DryText(NamedTuple):
+    """The shape of a recipe's text.
+
+    seq: tokens of a row. held_out: rows to measure on. rows: to train on, None if not known before
+    the text is read.
+    """
+
+    seq: int
+    held_out: int
+    rows: int | None
+
+    def mixture(self) -> Mixture:
+        """Rows of this length, without data."""
+        windows = torch.empty(WINDOWS, self.seq, dtype=torch.int64, device="meta")
+        return Mixture([MixturePart("text", windows, 1.0)], 0)
+
+    def tokens(self, rows: int) -> Tensor:
+        """Ids of some rows, (rows, seq), without data."""
+        return torch.empty(rows, self.seq, dtype=torch.int64, device="meta")
+
+
+DryStage = Callable[[Any, AddOn, DryText, Any, LiveMemory], bool]
+"""Runs a stage in a dry world, counted by the meter; returns whether its length is known."""
+
+
+class _DryClosedForm(ClosedForm):
+    """Takes two batches of each pass, the second for all others."""
+
+    meter: LiveMemory
+    batches: int
+
+    def _pass(self, tasks: list[Task], stage: int, begin: int, bar: tuple[Progress, TaskID]) -> int:
+        sources = frozenset[Source]().union(*(task.sources for task in tasks))
+        self.take(tasks, sources, 0)
+        if self.batches > 1:
+            with self.meter.repeated(self.batches - 1):
+                self.take(tasks, sources, 0)
+        return 0
+
+
+def dry_closed_form(
+    model: Any, addon: AddOn, text: DryText, settings: ClosedFormSettings, meter: LiveMemory
+) -> bool:
+    """The closed form: passes over the text, and the solution after each."""
+    most = None if settings.tokens is None else max(1, settings.tokens // text.seq)
+    rows = min((n for n in (most, text.rows) if n is not None), default=None)
+    known = rows is not None
+    tokens = text.tokens(2**20 if rows is None else rows)
+    solver = _DryClosedForm(model, addon, tokens, settings, Checkpoint(None, "", 1))
+    solver.meter = meter
+    solver.batches = math.ceil(len(tokens) / solver.batch) if known else 2
+    with wide(addon, model), frozen(model), progress_bar(False) as bar:
+        solver.run(bar)
+    return known
+
+
+class _DryGates(GateTrainer):
+    """Takes the steps of one row at a time."""
+
+    def turn(self, model: Any, mixture: Mixture, moves: int) -> None:
+        """The next `moves` steps, on a row of their own."""
+        self.settings = replace(self.settings, steps=self.done + moves, moves=moves)
+        row = mixture.batch(0, 1)
+        train_gates(model, self.descent.shape, [self], lambda _: row)
+
+
+def dry_gates(
+    model: Any, addon: AddOn, text: DryText, settings: GateSettings, meter: LiveMemory
+) -> bool:
+    """Gates: the steps on one row, for all rows."""
+    mixture, shape = text.mixture(), anatomy(model)
+    with wide(addon, model), frozen(model):
+        trainer = _DryGates(model, shape, addon.plan, addon.pipelines, text.seq, settings)
+        groups = trainer.descent.optimizer.param_groups
+        _name_gradients([weight for group in groups for weight in group["params"]], meter)
+        for times, moves in _turns(settings.steps, settings.moves):
+            with meter.repeated(times):
+                trainer.turn(model, mixture, moves)
+    return True
+
+
+class _DryRefinement(Refinement):
+    """Takes the steps of one batch at a time."""
+
+    def dry(self, meter: LiveMemory) -> None:
+        """Every step and look."""
+        settings = self.settings
+        _name_gradients([w for unit in self.units for w in unit.weights.values()], meter)
+        self._begin(None)
+        for times, moves in _turns(settings.steps, settings.moves):
+            with meter.repeated(times):
+                exact = self._batch(0)
+                for _ in range(moves):
+                    self.descent.step(exact, {}, self._training())
+        with meter.repeated(math.ceil(settings.steps / settings.look_every)):
+            self._look(None)
+
+
+def dry_refine(
+    model: Any, addon: AddOn, text: DryText, settings: RefineSettings, meter: LiveMemory
+) -> bool:
+    """Refine: the looks at held-out rows, and the steps on one batch for all batches."""
+    trained = units(list(addon.pipelines), settings.parts)  # type: ignore[arg-type]
+    if not trained or settings.steps == 0:
+        return True
+    held_out = text.tokens(text.held_out)
+    with wide(addon, model), frozen(model):
+        run = _DryRefinement(model, addon, text.mixture(), held_out, settings, trained)
+        run.dry(meter)
+    return True
+
+
+class _DryDistiller(Distiller):
+    """Takes at most two forwards of a step, the second for all others."""
+
+    def dry(self, meter: LiveMemory) -> None:
+        """Every step and look."""
+        settings, held_out = self.settings, self.held_out
+        at_once = settings.rows_at_once or settings.rows
+        forwards = math.ceil(settings.rows / at_once)
+        few = min(forwards, 2)
+        self.settings = replace(settings, rows=min(settings.rows, few * at_once))
+        self.held_out = held_out[:at_once]
+        looks = math.ceil(len(held_out) / at_once)
+        _name_gradients(self.weights, meter)
+        with meter.repeated(looks):
+            self._look(None)
+        for times, _ in _turns(settings.steps, 1):
+            with meter.repeated(times * forwards / few):
+                self._learn()
+            with meter.repeated(times):
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+        with meter.repeated(looks * math.ceil(settings.steps / settings.look_every)):
+            self._look(None)
+        self.keep_best()
+
+
+def dry_distil(
+    model: Any, addon: AddOn, text: DryText, settings: DistilSettings, meter: LiveMemory
+) -> bool:
+    """Distil: looks at held-out rows, and two steps, the second for all others."""
+    with frozen(model), in_training(addon):
+        held_out = text.tokens(text.held_out)
+        run = _DryDistiller(model, addon, text.mixture(), held_out, settings)
+        run.dry(meter)
+    return True
+
+
+def _turns(steps: int, moves: int) -> list[tuple[float, int]]:
+    """How often each of two turns comes that stand for all, and the steps in it.
+
+    moves: steps of a turn.
+    """
+    moves = min(steps, moves)
+    if moves == 0:
+        return []
+    others = steps / moves - 1
+    return [(1, moves), (others, moves)] if others > 0 else [(1, moves)]
+
+
+def _name_gradients(weights: list[nn.Parameter], meter: LiveMemory) -> None:
+    def named(weight: Tensor) -> None:
+        if weight.grad is not None:
+            meter.rename(weight.grad, GRADIENTS)
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(named)
