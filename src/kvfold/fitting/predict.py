@@ -11,7 +11,6 @@ libraries, what kernels use while they run, and gaps between tensors; `BESIDE` s
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvfold.anatomy import Anatomy, anatomy
+from kvfold.anatomy import anatomy
 from kvfold.errors import FitError, KvfoldError, MemoryLimitError, RecipeError
 from kvfold.fitting.components_of_memory import ADDON
 from kvfold.fitting.dry_stages import (
@@ -34,7 +33,7 @@ from kvfold.fitting.dry_world import Place, dry_world, meta_model
 from kvfold.fitting.live_memory import BASE, LiveMemory, Work
 from kvfold.fitting.machine import Machine
 from kvfold.fitting.recipe import Recipe, StageEntry
-from kvfold.fitting.stages import check_recipe
+from kvfold.fitting.sizes import shown_bytes
 from kvfold.plan import Plan
 from kvfold.store.addon import AddOn
 
@@ -50,12 +49,6 @@ DRY: Mapping[str, DryStage] = MappingProxyType(
 
 BESIDE: Mapping[Place, int] = MappingProxyType({"cpu": 2**29, "cuda": 2**30})
 """Bytes that are set aside for what is not tensors, by device."""
-
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 
 
 @dataclass(frozen=True)
@@ -105,6 +98,21 @@ class Prediction:
     def needed_bytes(self) -> int:
         """The highest peak, with what is set aside for all that is not tensors."""
         return self.worst.peak_bytes + BESIDE[self.place]
+
+    def to_dict(self, machine: Machine | None = None, limit: int | None = None) -> dict[str, Any]:
+        """As plain data. machine: what seconds are worked out for. limit: as in `require`."""
+        return {
+            "recipe": self.recipe,
+            "device": self.place,
+            "dtype": self.dtype,
+            "base_bytes": self.base_bytes,
+            "addon_values": self.addon_values,
+            "peak_bytes": self.worst.peak_bytes,
+            "needed_bytes": self.needed_bytes,
+            "limit_bytes": limit,
+            "machine": None if machine is None else machine.assumption,
+            "stages": [stage.to_dict(machine) for stage in self.stages],
+        }
 
     def require(self, limit: int) -> None:
         """Raise `MemoryLimitError` if a stage needs more memory than that, in bytes."""
@@ -182,18 +190,3 @@ def _stage(
     components = sorted(meter.at_peak.items(), key=lambda item: -item[1])
     gc.collect()
     return StagePrediction(entry.name, meter.peak, dict(components), meter.work, whole)
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes from a number or from text such as `24GiB`; raises `RecipeError`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    if match is None or match[2].upper() not in UNITS:
-        raise RecipeError(
-            f"memory is a number of bytes, or one with a unit such as 24GiB or 16GB; got {text!r}"
-        )
-    return int(float(match[1]) * UNITS[match[2].upper()])
-
-
-def shown_bytes(size: float) -> str:
-    """Bytes for people: GiB, or MiB below one."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
