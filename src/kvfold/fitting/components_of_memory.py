@@ -18,7 +18,7 @@ SUMS = "sums over the text"
 SOLVING = "solving"
 OPTIMISER = "optimiser"
 GRADIENTS = "gradients"
-PLAIN_PASS = "plain model's pass"
+TEACHER = "plain model's pass"
 STUDENT = "folded model's pass"
 BACKWARD = "backward pass"
 LOSS = "logits and loss"
@@ -49,7 +49,7 @@ FUNCTIONS = {
     "fitting/attention_output.py": {"": ATTENTION},
     "fitting/descent.py": {"step": BACKWARD, "": ATTENTION},
     "runtime/student.py": {"": STUDENT},
-    "runtime/capture.py": {"": PLAIN_PASS},
+    "runtime/capture.py": {"": TEACHER},
     "store/addon.py": {"": ADDON},
     "evaluation/runner.py": {"": MEASURING},
     "fitting/held_out.py": {"": MEASURING},

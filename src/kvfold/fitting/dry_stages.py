@@ -93,28 +93,24 @@ def dry_closed_form(
     return known
 
 
-class _DryGates(GateTrainer):
-    """Takes the steps of one row at a time."""
-
-    def turn(self, model: Any, mixture: Mixture, moves: int) -> None:
-        """The next `moves` steps, on a row of their own."""
-        self.settings = replace(self.settings, steps=self.done + moves, moves=moves)
-        row = mixture.batch(0, 1)
-        train_gates(model, self.descent.shape, [self], lambda _: row)
-
-
 def dry_gates(
     model: Any, addon: AddOn, text: DryText, settings: GateSettings, meter: LiveMemory
 ) -> bool:
-    """Gates: the steps on one row, for all rows."""
+    """Gates: the steps on two rows, the second for all others."""
     mixture, shape = text.mixture(), anatomy(model)
+    turns = _turns(settings.steps, settings.moves)
+    few = replace(settings, steps=sum(moves for _, moves in turns))
+
+    def row(number: int) -> Tensor:
+        meter.times = turns[number][0]
+        return mixture.batch(number, 1)
+
     with wide(addon, model), frozen(model):
-        trainer = _DryGates(model, shape, addon.plan, addon.pipelines, text.seq, settings)
+        trainer = GateTrainer(model, shape, addon.plan, addon.pipelines, text.seq, few)
         groups = trainer.descent.optimizer.param_groups
         _name_gradients([weight for group in groups for weight in group["params"]], meter)
-        for times, moves in _turns(settings.steps, settings.moves):
-            with meter.repeated(times):
-                trainer.turn(model, mixture, moves)
+        train_gates(model, shape, [trainer], row)
+    meter.times = 1.0
     return True
 
 
@@ -150,28 +146,26 @@ def dry_refine(
 
 
 class _DryDistiller(Distiller):
-    """Takes at most two forwards of a step, the second for all others."""
+    """Takes one forward of the first step, and two of the one that stands for all others."""
 
     def dry(self, meter: LiveMemory) -> None:
         """Every step and look."""
         settings, held_out = self.settings, self.held_out
         at_once = settings.rows_at_once or settings.rows
         forwards = math.ceil(settings.rows / at_once)
-        few = min(forwards, 2)
-        self.settings = replace(settings, rows=min(settings.rows, few * at_once))
+        looks = 1 + math.ceil(settings.steps / settings.look_every)
         self.held_out = held_out[:at_once]
-        looks = math.ceil(len(held_out) / at_once)
         _name_gradients(self.weights, meter)
-        with meter.repeated(looks):
+        with meter.repeated(looks * math.ceil(len(held_out) / at_once)):
             self._look(None)
-        for times, _ in _turns(settings.steps, 1):
+        for turn, (times, _) in enumerate(_turns(settings.steps, 1)):
+            few = min(forwards, 1 + turn)
+            self.settings = replace(settings, rows=min(settings.rows, few * at_once))
             with meter.repeated(times * forwards / few):
                 self._learn()
             with meter.repeated(times):
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
-        with meter.repeated(looks * math.ceil(settings.steps / settings.look_every)):
-            self._look(None)
         self.keep_best()
 
 

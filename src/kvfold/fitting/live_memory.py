@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kvfold.fitting.components_of_memory import component_of
 from kvfold.fitting.operations import operations_of
@@ -96,8 +95,8 @@ class LiveMemory(TorchDispatchMode):
         """Run an operation and count what it made."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        taken = _tensors((*args, *kwargs.values()))
+        made = _tensors((result,))
         inputs = {x.untyped_storage()._cdata for x in taken}
         fresh = [x for x in made if x.untyped_storage()._cdata not in inputs]
         for tensor in fresh:
@@ -158,3 +157,17 @@ class LiveMemory(TorchDispatchMode):
                 return name
             frame = frame.f_back
         return "other"
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among values, and those in lists of them: all that an operation takes or makes.
+
+    By hand, since it is done for every operation of a run.
+    """
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
