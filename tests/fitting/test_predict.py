@@ -43,7 +43,6 @@ def predicted(recipe, place="cpu", dtype=torch.float32):
         (GATES, 512, POOLED),
         (DISTIL, 512, {"plan": {"preset": "8x", "window": 32, "lora": {"rank": 4}}}),
     ],
-    ids=lambda value: value["stage"] if "stage" in value else "" if value == {} else None,
 )
 def test_peak_and_operations_are_those_of_the_real_stage(stage, seq, keys):
     recipe = recipe_of(stage, seq, **keys)

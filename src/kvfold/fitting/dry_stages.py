@@ -21,7 +21,7 @@ from kvfold.fitting.bar import progress_bar
 from kvfold.fitting.checkpoint import Checkpoint
 from kvfold.fitting.closed_form import ClosedForm, ClosedFormSettings
 from kvfold.fitting.components_of_memory import GRADIENTS
-from kvfold.fitting.distil import Distiller, DistilSettings, in_training
+from kvfold.fitting.distil import Distiller, DistilSettings
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gates import GateSettings, GateTrainer, train_gates
 from kvfold.fitting.live_memory import LiveMemory
@@ -31,6 +31,7 @@ from kvfold.fitting.refine import Refinement, RefineSettings
 from kvfold.fitting.tasks import Task
 from kvfold.fitting.wide import wide
 from kvfold.methods import Source
+from kvfold.runtime.student import Student
 from kvfold.store.addon import AddOn
 
 WINDOWS = 64
@@ -155,6 +156,8 @@ class _DryDistiller(Distiller):
         forwards = math.ceil(settings.rows / at_once)
         looks = 1 + math.ceil(settings.steps / settings.look_every)
         self.held_out = held_out[:at_once]
+        self.windows = (max(self.windows),)  # of what steps draw from, that which takes most
+        self.students = sorted(self.students, key=_group)[:1]
         _name_gradients(self.weights, meter)
         with meter.repeated(looks * math.ceil(len(held_out) / at_once)):
             self._look(None)
@@ -173,11 +176,16 @@ def dry_distil(
     model: Any, addon: AddOn, text: DryText, settings: DistilSettings, meter: LiveMemory
 ) -> bool:
     """Distil: looks at held-out rows, and two steps, the second for all others."""
-    with frozen(model), in_training(addon):
+    with frozen(model), wide(addon, model):
         held_out = text.tokens(text.held_out)
         run = _DryDistiller(model, addon, text.mixture(), held_out, settings)
         run.dry(meter)
     return True
+
+
+def _group(student: Student) -> int:
+    """Tokens of the smallest slots: the fewer, the more slots there are."""
+    return min((pipeline.group for pipeline in student.pipelines), default=1)
 
 
 def _turns(steps: int, moves: int) -> list[tuple[float, int]]:
@@ -198,4 +206,4 @@ def _name_gradients(weights: list[nn.Parameter], meter: LiveMemory) -> None:
             meter.rename(weight.grad, GRADIENTS)
 
     for weight in weights:
-        weight.register_post_accumulate_grad_hook(named)
+        weight.register_post_accumulate_grad_hook(named)  # type: ignore[no-untyped-call]

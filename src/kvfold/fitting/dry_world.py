@@ -36,18 +36,20 @@ def meta_model(config: Any, dtype: torch.dtype) -> Any:
 
     anatomy(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        made: Any = AutoModelForCausalLM
+        model = made.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.eval().requires_grad_(False)
 
 
 @contextmanager
 def dry_world(place: Place) -> Iterator[None]:
     """Code inside runs on meta tensors as it would on a CPU or a CUDA device."""
-    with _Values(), _Answers(), _attention_of(place):
+    values = _Values()  # type: ignore[no-untyped-call]
+    with values, _Answers(), _attention_of(place):
         yield
 
 
-class _Values(TorchDispatchMode):
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers questions about values."""
 
     def __torch_dispatch__(

@@ -48,7 +48,7 @@ class Work:
         return sum(self.operations.values())
 
 
-class LiveMemory(TorchDispatchMode):
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts within its `with` block.
 
     counts: which tensors, by their device; all if None. After the block: `peak` bytes, and
@@ -56,7 +56,7 @@ class LiveMemory(TorchDispatchMode):
     """
 
     def __init__(self, counts: Callable[[torch.device], bool] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts = counts or (lambda _: True)
         self.now = self.peak = 0
         self.by_component: Counter[str] = Counter()

@@ -53,14 +53,16 @@ def _orthonormal(matrix: Size, *_: Any, **__: Any) -> int:
 
 
 def _attention(query: Size, key: Size, value: Size, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, _like(query, key), _like(query, value)))
+    keys, values = _like(query, key), _like(query, value)
+    return int(sdpa_flop_count(query, keys, values))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(
     gradient: Size, query: Size, key: Size, value: Size, *_: Any, **__: Any
 ) -> int:
     keys, values = _like(query, key), _like(query, value)
-    return int(sdpa_backward_flop_count(gradient, query, keys, values))
+    count = sdpa_backward_flop_count(gradient, query, keys, values)  # type: ignore[no-untyped-call]
+    return int(count)
 
 
 def _like(query: Size, shared: Size) -> Size:
