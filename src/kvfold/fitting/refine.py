@@ -123,7 +123,7 @@ def refine(
     with frozen(model), progress_bar(progress and workers.first) as (bar, _):
         digest = _digest(addon, mixture, held_out, settings)
         saves = Checkpoint(checkpoint, digest, checkpoint_every, workers)
-        run = _Refinement(model, addon, mixture, held_out, settings, trained, saves)
+        run = Refinement(model, addon, mixture, held_out, settings, trained, saves)
         try:
             run.go(bar, log if workers.first else None)
         finally:
@@ -203,7 +203,7 @@ class _Unit:
         self.since = int(state["since"])
 
 
-class _Refinement:
+class Refinement:
     """One run: what is trained, where it stands and where it is saved."""
 
     def __init__(
