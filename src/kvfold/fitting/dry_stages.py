@@ -125,7 +125,7 @@ class _DryRefinement(Refinement):
         self._begin(None)
         for times, moves in _turns(settings.steps, settings.moves):
             with meter.repeated(times):
-                exact = self._batch(0)
+                exact = self._captured(self._rows(0))
                 for _ in range(moves):
                     self.descent.step(exact, {}, self._training())
         with meter.repeated(math.ceil(settings.steps / settings.look_every)):
@@ -141,7 +141,8 @@ def dry_refine(
         return True
     held_out = text.tokens(text.held_out)
     with wide(addon, model), frozen(model):
-        run = _DryRefinement(model, addon, text.mixture(), held_out, settings, trained)
+        saves = Checkpoint(None, "", 1)
+        run = _DryRefinement(model, addon, text.mixture(), held_out, settings, trained, saves)
         run.dry(meter)
     return True
 
