@@ -22,6 +22,10 @@ class RecipeError(KvfoldError, ValueError):
     """A recipe is malformed, or asks for what is not there."""
 
 
+class MemoryLimitError(KvfoldError, MemoryError):
+    """Work is predicted to need more memory than it may take."""
+
+
 class AttachError(KvfoldError, RuntimeError):
     """An add-on can't be attached to, or used on, this model in its present state."""
 

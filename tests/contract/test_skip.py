@@ -322,7 +322,12 @@ def test_logits_of_a_skipped_prompt_are_refused(case: Any, helpers: Any) -> None
             made.model(ids, logits_to_keep=1, output_hidden_states=True)
         short = made.model(ids[:, :REPLAY]).logits
         assert short.shape[1] == REPLAY
-        assert made.model(ids, logits_to_keep=1).logits.shape[1] == 1
+        last = made.model(ids, logits_to_keep=1).logits
+        assert last.shape[1] == 1
+        named = made.model(ids, logits_to_keep=torch.tensor([ids.shape[1] - 1])).logits
+        assert torch.equal(named, last)
+        with pytest.raises(AttachError, match="last token"):
+            made.model(ids, logits_to_keep=torch.tensor([5]))
 
 
 def test_prompt_logits_can_be_had_by_running_all_layers(case: Any, helpers: Any) -> None:
@@ -337,6 +342,8 @@ def test_prompt_logits_can_be_had_by_running_all_layers(case: Any, helpers: Any)
         assert torch.equal(helpers.run(made.model, ids), full)
         assert torch.equal(attachment.hidden_states(ids), hidden)
         skipped = helpers.last(made.model, ids)
+        states = made.model(ids, logits_to_keep=1, output_hidden_states=True).hidden_states
+    assert {state.shape[1] for state in states} == {ids.shape[1]}
     assert not torch.allclose(skipped, full[:, -1:], atol=1e-6)
     with pytest.raises(AttachError, match=r"prompt_logits must be"):
         attach(made.model, made.addon, plan=plan, prompt_logits="some")  # type: ignore[arg-type]

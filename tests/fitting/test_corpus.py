@@ -239,3 +239,12 @@ def test_the_real_tokenizer_needs_no_special_tokens_and_warns_of_nothing(smollm2
     few = token_windows(text, tokenizer, window=128, tokens=300)
     assert torch.equal(few, windows[:2])
     assert not caplog.records
+
+
+def test_a_text_in_a_language_that_the_tokenizer_does_not_know_is_refused() -> None:
+    from kvfold.models import tiny_hybrid
+
+    _, tokenizer = tiny_hybrid()
+    english = "Importing modules is what the reference manual describes in detail. " * 20
+    with pytest.raises(CorpusError, match="must be in the model's language"):
+        token_windows(english, tokenizer, window=16)

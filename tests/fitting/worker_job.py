@@ -227,6 +227,6 @@ def differing(workers: Workers, folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     job, out = sys.argv[1], Path(sys.argv[2])
-    joined = Workers.join(cpu=True, timeout=timedelta(seconds=120))
+    joined = Workers.join(cpu=True, timeout=timedelta(seconds=300))
     jobs = (sums, tiny_fit, killed, recipe, recipe_killed, differing)
     {made.__name__: made for made in jobs}[job](joined, out)

@@ -54,7 +54,8 @@ HELP = (
     "stages of the training in order. Each stage is measured on held-out text, and one that made "
     "it worse is not kept. A text whose source is ${DATA}/NAME is in the folder that --data names. "
     "The add-on gets a model card. An interrupted run goes on with --resume. Started by torchrun "
-    "or accelerate launch, several processes share the work.\n\n"
+    "or accelerate launch, several processes share the work. With --dry-run nothing is run: what "
+    "memory and time each stage takes is told from the configuration alone.\n\n"
     "With --prefill skip most of a prompt runs through the lower layers only; the last tokens "
     "(--replay) run through all. --state-projector is for models with linear attention.\n\n"
     "A plan of all three axes, as a file for --plan. Groups of layers share a code (depth), 4 "
@@ -66,7 +67,8 @@ HELP = (
     "kvfold fit smollm2-135m --times-smaller 8 -o my-addon\n"
     "kvfold fit smollm2-135m --preset ced --prefill skip --replay 256 -o my-addon\n"
     "kvfold fit smollm2-135m --plan plan.yaml --gate-steps 200 -o my-addon\n"
-    "kvfold fit --recipe recipe.yaml --data my-texts --log run.jsonl -o my-addon"
+    "kvfold fit --recipe recipe.yaml --data my-texts --log run.jsonl -o my-addon\n"
+    "kvfold fit --recipe recipe.yaml --dry-run --memory-limit 24GiB"
 )
 
 WINDOW = 512
@@ -87,6 +89,9 @@ SAID_BY_RECIPES = (
     "gate_steps",
 )
 
+OF_DRY_RUNS = ("memory_limit", "machine", "operations_per_second")
+NOT_OF_DRY_RUNS = ("output", "log", "resume", "force")
+
 
 def register(app: typer.Typer) -> None:
     """Add the subcommand."""
@@ -96,8 +101,9 @@ def register(app: typer.Typer) -> None:
 def fit_command(
     context: typer.Context,
     output: Annotated[
-        Path, typer.Option("--output", "--out", "-o", metavar="DIR", help="Folder for the add-on.")
-    ],
+        Path | None,
+        typer.Option("--output", "--out", "-o", metavar="DIR", help="Folder for the add-on."),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -113,6 +119,22 @@ def fit_command(
     data: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="What ${DATA} stands for in a recipe's texts."),
+    ] = None,
+    dry: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only say what memory and time a recipe's stages take."),
+    ] = False,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Fail a dry run that needs more, such as 24GiB."),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Work out a dry run's time for a GPU, as rtx-4090."),
+    ] = None,
+    operations_per_second: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="RATE", help="Work it out for a rate, instead."),
     ] = None,
     log: Annotated[
         Path | None,
@@ -180,6 +202,18 @@ def fit_command(
     device: DeviceOption = None,
 ) -> None:
     """Fit and save; see HELP."""
+    if dry:
+        from kvfold.cli.fit_dry_run import DryRunOptions, dry_run
+
+        _refuse_given(context, (*SAID_BY_RECIPES, *NOT_OF_DRY_RUNS), "is not for a dry run")
+        if recipe is None:
+            raise typer.BadParameter("a --dry-run is of a --recipe FILE; name one")
+        given = (dtype, device, memory_limit, machine, operations_per_second)
+        dry_run(DryRunOptions(recipe, model, json_file, *given))
+        return
+    _refuse_given(context, OF_DRY_RUNS, "is for a --dry-run")
+    if output is None:
+        raise typer.BadParameter("name the folder for the add-on with --out DIR")
     output = output.absolute() if output.name == "" else output
     if recipe is not None:
         from kvfold.cli.fit_recipe import RecipeOptions, fit_recipe
@@ -219,7 +253,7 @@ def fit_command(
     remove(checkpoint)
     _show(screen, addon, json_file)
     seconds = time.perf_counter() - began
-    say_where(screen, addon, output, seconds, model)
+    say_where(screen, addon, output, seconds, model, needs_data=corpus is not None)
 
 
 def _refuse_given(context: typer.Context, names: tuple[str, ...], why: str) -> None:

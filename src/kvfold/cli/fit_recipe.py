@@ -55,7 +55,7 @@ def fit_recipe(options: RecipeOptions) -> None:
     from kvfold.models import load_config
 
     check_output(options.output, force=options.force)
-    recipe = _recipe(options)
+    recipe = read_recipe(options.recipe, options.model, options.dtype)
     device = options.device or recipe.device
     workers = Workers.join(cpu=device == "cpu")
     screen = console(quiet=not workers.first)
@@ -92,14 +92,16 @@ def fit_recipe(options: RecipeOptions) -> None:
     screen.print(stages_table(addon.report))
     if not card:
         screen.print("The folder has a README.md of its own, so no model card was written.")
-    say_where(screen, addon, options.output, time.perf_counter() - began, recipe.model_name)
+    seconds = time.perf_counter() - began
+    say_where(screen, addon, options.output, seconds, recipe.model_name, needs_data=True)
 
 
-def _recipe(options: RecipeOptions) -> Recipe:
+def read_recipe(path: Path, model: str | None, dtype: str | None) -> Recipe:
+    """A recipe from a file, with another model and dtype where they are given."""
     from kvfold.fitting.recipe import Recipe
 
-    read = Recipe.from_file(options.recipe)
-    given = {"model": options.model, "dtype": options.dtype}
+    read = Recipe.from_file(path)
+    given = {"model": model, "dtype": dtype}
     changes = {key: value for key, value in given.items() if value is not None}
     return Recipe.from_dict({**read.to_dict(), **changes}) if changes else read
 

@@ -108,11 +108,23 @@ def _figure(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def say_where(screen: Console, addon: AddOn, output: Path, seconds: float, model: str) -> None:
-    """How long it took, where the add-on is, and what to do next."""
+def say_where(
+    screen: Console,
+    addon: AddOn,
+    output: Path,
+    seconds: float,
+    model: str,
+    *,
+    needs_data: bool = False,
+) -> None:
+    """How long it took, where the add-on is, and what to do next.
+
+    needs_data: whether the default text is not what the model was fitted on.
+    """
     size = addon.parameter_bytes() / 1e6
     screen.print(f"Fitted in {seconds:.0f} s; {size:.1f} MB of weights written to {output}.")
     how = " --continuation 128" if addon.plan.prefill == "skip" else ""
+    how += " --data TEXT" if needs_data else ""
     screen.print(f"Next: kvfold evaluate {model} --addon {output}{how}", highlight=False)
 
 

@@ -88,7 +88,9 @@ def depth_plan(anatomy: Anatomy, method: Method, split: int, **settings: Any) ->
 def default_splits(anatomy: Anatomy) -> tuple[int, ...]:
     """The splits nearest to a third, a half and two thirds of the layers that can be skipped from.
 
-    Raises `PlanError` for a model that has none, saying why.
+    On a hybrid those just below a layer that attends: the state right below such a layer predicts
+    its keys and values best, and a lower one does worse for the same work. Raises `PlanError` for a
+    model that has none, saying why.
     """
     refusals: list[PlanError] = []
     possible = []
@@ -107,6 +109,9 @@ def default_splits(anatomy: Anatomy) -> tuple[int, ...]:
                 f"{anatomy.num_layers}; take a deeper model"
             )
         )
+    attending = [split for split in possible if split in anatomy.foldable_layers]
+    if anatomy.is_hybrid and attending:
+        possible = attending
     targets = (part * anatomy.num_layers for part in DEFAULT_PARTS)
     return tuple(sorted({min(possible, key=lambda s: abs(s - at)) for at in targets}))
 

@@ -200,17 +200,24 @@ class ClosedForm:
         for count, start in enumerate(range(begin, len(self.tokens), each)):
             if self.checkpoint.due(count):
                 self._save(stage, start, tasks)
-            taken = self.tokens[start : start + each]
-            ids = self.workers.share(taken)
-            if len(ids):
-                activations = self._activations(sources, ids)
-                for task in tasks:
-                    task.add(activations)
-                del activations
-            done = start + len(taken) - begin
+            rows = self.take(tasks, sources, start)
+            done = start + rows - begin
             rate = done * self.tokens.shape[1] / (time.perf_counter() - started)
-            bar[0].update(bar[1], advance=len(taken), rate=f"{rate:,.0f} tokens/s")
+            bar[0].update(bar[1], advance=rows, rate=f"{rate:,.0f} tokens/s")
         return len(self.tokens) - begin
+
+    def take(self, tasks: list[Task], sources: frozenset[Source], start: int) -> int:
+        """Add this worker's share of the round that begins at a window to the sums.
+
+        Returns the round's windows.
+        """
+        taken = self.tokens[start : start + self.batch * self.workers.count]
+        ids = self.workers.share(taken)
+        if len(ids):
+            activations = self._activations(sources, ids)
+            for task in tasks:
+                task.add(activations)
+        return len(taken)
 
     def _activations(self, sources: frozenset[Source], ids: Tensor) -> Activations:
         captured = capture(self.model, self.shape, sources, ids)

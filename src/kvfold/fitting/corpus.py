@@ -165,11 +165,29 @@ def calibration_windows(
     return CalibrationWindows(train, held_out)
 
 
+MOST_UNKNOWN = 0.5
+"""A text of which a tokenizer knows less than this share is in another language than its model."""
+
+
 def encode(text: str, tokenizer: Any, tokens: int | None = None) -> list[int]:
     """The token ids of a text, without special tokens around it.
 
-    tokens: only the first so many, for which not much more of the text is read.
+    tokens: only the first so many, for which not much more of the text is read. Raises
+    `CorpusError` for a text most of which the tokenizer does not know.
     """
+    ids = _encode(text, tokenizer, tokens)
+    # A word-level tokenizer without an unknown token gives padding for what it does not know.
+    unknown = sum(ids.count(n) for n in {tokenizer.unk_token_id, tokenizer.pad_token_id})
+    if unknown > MOST_UNKNOWN * len(ids):
+        raise CorpusError(
+            "a text must be in the model's language; the tokenizer does not know "
+            f"{unknown:,} of its first {len(ids):,} words; name a text of that language (the tiny "
+            "hybrid knows only its own: python training/tales.py writes one)"
+        )
+    return ids
+
+
+def _encode(text: str, tokenizer: Any, tokens: int | None) -> list[int]:
     length = len(text) if tokens is None else tokens * CHARACTERS_READ_PER_TOKEN
     while True:
         encoded = tokenizer(text[:length], add_special_tokens=False, verbose=False)

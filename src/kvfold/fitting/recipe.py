@@ -25,6 +25,7 @@ from pydantic import (
 
 from kvfold.anatomy import Anatomy
 from kvfold.errors import KvfoldError, RecipeError
+from kvfold.fitting.sizes import parse_bytes
 from kvfold.fitting.stage_table import STAGES, StageKind
 from kvfold.fitting.training_text import TextPart
 from kvfold.models import DEFAULT_MODEL
@@ -78,6 +79,9 @@ class Recipe(Frozen):
     `tokens` of the parts. seed: of all draws. self_text: how `self` is sampled.
 
     stages: in order, each of `stage` (a name of `STAGES`) and that stage's settings.
+
+    memory_limit: what the recipe must fit in, in bytes or as text such as 24GiB; a dry run holds it
+    to that (`kvfold.fitting.predict`).
     """
 
     version: Literal[1] = 1
@@ -92,6 +96,7 @@ class Recipe(Frozen):
     seed: StrictInt = 0
     self_text: SelfText = SelfText()
     stages: Annotated[tuple[StageEntry, ...], Field(min_length=1)]
+    memory_limit: int | str | None = None
 
     @field_validator("plan")
     @classmethod
@@ -120,6 +125,14 @@ class Recipe(Frozen):
             item if isinstance(item, StageEntry) else _stage(item)
             for item in _entries(value, "stages")
         )
+
+    @field_validator("memory_limit")
+    @classmethod
+    def _limit_is_memory(cls, value: int | str | None) -> int | str | None:
+        if value is not None:
+            with _as_value_error():
+                parse_bytes(value)
+        return value
 
     @field_validator("held_out")
     @classmethod

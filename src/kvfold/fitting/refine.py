@@ -61,7 +61,8 @@ class RefineSettings(Descent):
     learning_rate: relative to what each weight's output spreads by, see
     `kvfold.fitting.weight_scales`. rows: of the mixture in a batch. parts: which are trained, of
     `maps`, `residual`, `gates` and `biases`. look_every: steps between two looks at held-out
-    text. patience: looks without a clear gain after which a pipeline is left alone.
+    text. patience: looks without a clear gain after which a pipeline is left alone; most of a
+    run's, since maps that are near their best gain only when the rate has fallen.
     """
 
     steps: int = 256
@@ -71,7 +72,7 @@ class RefineSettings(Descent):
     rows: int = 1
     parts: tuple[Part, ...] = PARTS
     look_every: int = 32
-    patience: int = 4
+    patience: int = 6
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,7 +123,7 @@ def refine(
     with frozen(model), progress_bar(progress and workers.first) as (bar, _):
         digest = _digest(addon, mixture, held_out, settings)
         saves = Checkpoint(checkpoint, digest, checkpoint_every, workers)
-        run = _Refinement(model, addon, mixture, held_out, settings, trained, saves)
+        run = Refinement(model, addon, mixture, held_out, settings, trained, saves)
         try:
             run.go(bar, log if workers.first else None)
         finally:
@@ -202,7 +203,7 @@ class _Unit:
         self.since = int(state["since"])
 
 
-class _Refinement:
+class Refinement:
     """One run: what is trained, where it stands and where it is saved."""
 
     def __init__(

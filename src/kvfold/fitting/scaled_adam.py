@@ -4,9 +4,9 @@ Maps that come from a closed form have outputs that differ a hundredfold between
 their inputs. One learning rate for all then drowns what was fitted in some weights and moves
 nothing in others. Here a step is multiplied by a scale that says how far a weight may go.
 
-Measured on SmolLM2's upper layers (joint CSA2, groups of 5, W=0): steps in units of each output's
-own spread bring the held-out attention error from .213 to .185 in 120 steps. Adam in coordinates in
-which the inputs are white as well, a matrix product a step, brings it to .188.
+Measured on layers 15 to 19 of SmolLM2 (joint CSA2, W=0, 24 rows of 512 tokens): steps in units of
+each output's own spread bring the held-out attention error from .213 to .184 in 120 steps at a
+rate of 1e-2. Adam in coordinates in which the inputs are white as well brings it to .188.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _decode(fold: FoldedAttention, layer: FoldedLayer, step: Step, queries: Tens
     output = functional.scaled_dot_product_attention(
         queries.view(shape), keys, values, attn_mask=mask, scale=fold.scaling
     )
-    return output.view(queries.shape)
+    return output.reshape(queries.shape)  # on a GPU, heads may lie behind queries in memory
 
 
 def _decode_quantised(

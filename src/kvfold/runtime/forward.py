@@ -75,8 +75,15 @@ class DecoderForward:
         if attachment.split is None or int(call.tokens.sum(1).max()) <= attachment.plan.replay:
             return False
         if attachment.wants_last_only and not record:
-            self._refuse_outputs_of_layers(call.kwargs)
-            return True
+            asked = self._outputs_of_layers(call.kwargs)
+            if not asked:
+                return True
+            if attachment.prompt_logits == "refuse":
+                raise AttachError(
+                    f"{asked} can't be had of a skipped prompt, most of whose tokens run through "
+                    "the lower layers only; attach with prefill: full, or with "
+                    "prompt_logits='full' to run such calls through all layers"
+                )
         if attachment.prompt_logits == "refuse":
             raise AttachError(
                 "under prefill: skip a prompt has logits (and hidden states) for its last token "
@@ -87,14 +94,11 @@ class DecoderForward:
             )
         return False
 
-    def _refuse_outputs_of_layers(self, kwargs: dict[str, Any]) -> None:
+    def _outputs_of_layers(self, kwargs: dict[str, Any]) -> str | None:
+        """The name of what was asked for that every layer gives of every token, if anything."""
         config = self.attachment.decoder.config
-        for name in ("output_hidden_states", "output_router_logits"):
-            if kwargs.get(name) or getattr(config, name, False):
-                raise AttachError(
-                    f"{name} can't be had of a skipped prompt, most of whose tokens run through "
-                    "the lower layers only; attach with prefill: full"
-                )
+        names = ("output_hidden_states", "output_router_logits")
+        return next((n for n in names if kwargs.get(n) or getattr(config, n, False)), None)
 
     def _full(self, call: DecoderCall, start: int, stop: int, record: bool) -> Any:
         """One chunk through all layers."""
@@ -290,6 +294,8 @@ def _tokens(attention_mask: Tensor | None, batch: int, columns: int, cache: Fold
 
 
 def _describe(mask: Any) -> str:
+    if isinstance(mask, dict):
+        return "a dict, as generate makes for a static cache: leave cache_implementation out"
     return f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,17 +76,28 @@ def last_logits_forward(attachment: Attachment, own: Any) -> Any:
     signature = inspect.signature(own)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind_partial(*args, **kwargs).arguments
-        keep = asked.get("logits_to_keep")
-        only_last = isinstance(keep, int) and keep == 1 and asked.get("labels") is None
+        bound = signature.bind_partial(*args, **kwargs)
+        asked = bound.arguments
+        only_last = _keeps_only_last(asked) and asked.get("labels") is None
         attachment.wants_last_only = only_last
+        if only_last:
+            asked["logits_to_keep"] = 1  # an index would count columns that were left out
         try:
-            return own(*args, **kwargs)
+            return own(*bound.args, **bound.kwargs)
         finally:
             attachment.wants_last_only = False
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
     return forward
+
+
+def _keeps_only_last(asked: Mapping[str, Any]) -> bool:
+    """Whether `logits_to_keep` is 1, or an index that is the last column's alone."""
+    keep, inputs = asked.get("logits_to_keep"), asked.get("input_ids")
+    if isinstance(keep, Tensor):
+        inputs = asked.get("inputs_embeds") if inputs is None else inputs
+        return inputs is not None and keep.tolist() == [inputs.shape[1] - 1]
+    return isinstance(keep, int) and keep == 1
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -271,7 +271,8 @@ class Student:
                 attn_mask=_grouped(block, bias, heads, keys.shape[1]),
                 scale=fold.scaling,
             )
-            outputs.append(mixed.view(batch, heads, -1, width))
+            # Not a view: on a GPU, heads of the output may lie behind its queries in memory.
+            outputs.append(mixed.reshape(batch, heads, -1, width))
         return torch.cat(outputs, dim=2)
 
     def _blocks_of(self, group: int, queries: Tensor, with_slots: bool) -> list[_Block]:
