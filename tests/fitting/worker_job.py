@@ -60,7 +60,7 @@ RECIPE = {
 class Letters:
     """A tokenizer of one token a character; end of text is token 2, begin of text token 1."""
 
-    eos_token_id, bos_token_id = 2, 1
+    eos_token_id, bos_token_id, unk_token_id, pad_token_id = 2, 1, None, None
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         """Ids as a tokenizer gives them."""
