@@ -94,7 +94,7 @@ def in_own_process(recipe: Recipe) -> dict[str, Any]:
         "MALLOC_TRIM_THRESHOLD_": "0",
     }
     command = [sys.executable, __file__, "--measure", recipe.to_json()]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)  # noqa: S603
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measured
 
