@@ -111,7 +111,7 @@ def main():
     entry.kind.run(model, addon, mixture, held_out, entry.settings, progress=False)
     with peak_memory(model.device) as peak:
         entry.kind.run(model, addon, mixture, held_out, entry.settings, progress=False)
-    print(json.dumps(peak.above_start))  # noqa: T201  what the parent process reads
+    sys.stdout.write(f"{json.dumps(peak.above_start)}\n")
 
 
 if __name__ == "__main__":

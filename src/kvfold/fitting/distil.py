@@ -242,10 +242,12 @@ class Distiller:
         """Measure how far a step may move each weight, on the first rows."""
         sources = frozenset(s for p in self.student.pipelines for s in p.inputs)
         ids = self.mixture.batch(0, self.settings.rows)
-        captured = capture(self.model, self.student.shape, sources, ids)
-        exact = {source: exact_dtype(x) for source, x in captured.items()}
+        batches = []
+        for part in torch.split(ids, self.settings.rows_at_once or len(ids)):
+            captured = capture(self.model, self.student.shape, sources, part)
+            batches.append({source: exact_dtype(x) for source, x in captured.items()})
         start_weights(
-            self.student.pipelines, groups, [exact], self.addon.plan.anchors, self.settings.seed
+            self.student.pipelines, groups, batches, self.addon.plan.anchors, self.settings.seed
         )
 
     @property

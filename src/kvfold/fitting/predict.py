@@ -6,6 +6,10 @@ on tensors without data (`kvfold.fitting.dry_stages`), and what it holds and com
 
 Memory is that of tensors, the model's weights included. A process needs some more beside them:
 libraries, what kernels use while they run, and gaps between tensors; `BESIDE` sets that aside.
+
+Not counted: the measuring between stages, which keeps nothing for a backward pass, and text that
+the model writes. Linear attention is counted as its reference implementation in transformers; the
+kernels of flash-linear-attention are quicker and take less.
 """
 
 from __future__ import annotations
