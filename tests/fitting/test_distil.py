@@ -33,8 +33,9 @@ def _mixture() -> Mixture:
 def _entries(name: str, layers: list[int]) -> dict[str, Any]:
     pool = [{"method": "pool", "layers": layers, "gate": "head"}]
     csa2 = {"method": "csa2", "source": layers[0], "readers": layers[1:]}
+    ced = {"method": "ced", "split": layers[0], "layers": layers}
     return {
-        "ced": {"depth": [{"method": "ced", "split": layers[0], "layers": layers}]},
+        "ced": {"depth": [ced]},
         "csa2": {"depth": [csa2]},
         "csa2-residual": {"depth": [{**csa2, "residual_hidden": 16}]},
         "pool": {"sequence": pool},
@@ -43,7 +44,7 @@ def _entries(name: str, layers: list[int]) -> dict[str, Any]:
             "sequence": pool,
             "bits": [{"method": "turboquant", "layers": layers}],
         },
-        "lora": {"depth": [csa2], "lora": {"rank": 4}},
+        "lora": {"depth": [ced], "lora": {"rank": 4}},
     }[name]
 
 

@@ -177,7 +177,8 @@ def encode(text: str, tokenizer: Any, tokens: int | None = None) -> list[int]:
     """
     ids = _encode(text, tokenizer, tokens)
     # A word-level tokenizer without an unknown token gives padding for what it does not know.
-    unknown = sum(ids.count(n) for n in {tokenizer.unk_token_id, tokenizer.pad_token_id})
+    nothing = {getattr(tokenizer, f"{kind}_token_id", None) for kind in ("unk", "pad")}
+    unknown = sum(ids.count(number) for number in nothing)
     if unknown > MOST_UNKNOWN * len(ids):
         raise CorpusError(
             "a text must be in the model's language; the tokenizer does not know "
