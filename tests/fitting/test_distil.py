@@ -68,7 +68,7 @@ def test_held_out_kl_falls(tiny_model: Any, arch: str, name: str) -> None:
     model = tiny_model(arch)
     careful = DistilSettings(steps=40, learning_rate=0.01, look_every=10)
     report = _run(model, _addon(model, name, ridge=1.0), careful)
-    assert report["held_out_kl"]["best"] < 0.97 * report["held_out_kl"]["start"]
+    assert report["held_out_kl"]["best"] < 0.99 * report["held_out_kl"]["start"]
 
 
 def test_what_is_kept_is_the_best_look(tiny_model: Any) -> None:
