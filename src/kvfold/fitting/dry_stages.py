@@ -85,7 +85,8 @@ def dry_closed_form(
     most = None if settings.tokens is None else max(1, settings.tokens // text.seq)
     rows = min((n for n in (most, text.rows) if n is not None), default=None)
     known = rows is not None
-    tokens = text.tokens(2**20 if rows is None else rows)
+    # Enough text for any map, and none in memory, where it is not known how much there is.
+    tokens = text.tokens(1).expand(2**20, -1) if rows is None else text.tokens(rows)
     solver = _DryClosedForm(model, addon, tokens, settings, Checkpoint(None, "", 1))
     solver.meter = meter
     solver.batches = math.ceil(len(tokens) / solver.batch) if known else 2
