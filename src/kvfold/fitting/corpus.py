@@ -177,8 +177,8 @@ def encode(text: str, tokenizer: Any, tokens: int | None = None) -> list[int]:
     """
     ids = _encode(text, tokenizer, tokens)
     # A word-level tokenizer without an unknown token gives padding for what it does not know.
-    nothing = {getattr(tokenizer, f"{kind}_token_id", None) for kind in ("unk", "pad")}
-    unknown = sum(ids.count(number) for number in nothing)
+    nothing = {getattr(tokenizer, f"{kind}_token_id", None) for kind in ("unk", "pad")} - {None}
+    unknown = sum(number in nothing for number in ids)
     if unknown > MOST_UNKNOWN * len(ids):
         raise CorpusError(
             "a text must be in the model's language; the tokenizer does not know "
