@@ -48,6 +48,7 @@ def replacing(target: Path, own: tuple[str, ...]) -> Iterator[Path]:
             shutil.copytree(target, made, ignore=shutil.ignore_patterns(*own), dirs_exist_ok=True)
         yield made
         for name in own:
+            (made / name).chmod(0o644)  # some writers make private files
             with open(made / name, "rb") as file:
                 os.fsync(file.fileno())
         _swap(made, target)
