@@ -12,7 +12,8 @@ import torch
 from kvfold.anatomy import anatomy
 from kvfold.errors import AddOnError, CorpusError, FitError
 from kvfold.fitting.checkpoint import Checkpoint
-from kvfold.fitting.distil import Distiller, DistilSettings, distil
+from kvfold.fitting.distil import Distiller, distil
+from kvfold.fitting.distil_settings import DistilSettings
 from kvfold.fitting.fit import fit
 from kvfold.fitting.gates import GateSettings
 from kvfold.fitting.mixture import Mixture, MixturePart

@@ -16,7 +16,8 @@ import torch
 
 import kvfold
 from kvfold.errors import CorpusError, FitError, MissingExtraError
-from kvfold.fitting.distil import DistilSettings, distil
+from kvfold.fitting.distil import distil
+from kvfold.fitting.distil_settings import DistilSettings
 from kvfold.fitting.fit import fit
 from kvfold.fitting.mixture import Mixture, MixturePart
 from kvfold.fitting.refine import RefineSettings, refine

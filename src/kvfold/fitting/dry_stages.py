@@ -21,7 +21,8 @@ from kvfold.fitting.bar import progress_bar
 from kvfold.fitting.checkpoint import Checkpoint
 from kvfold.fitting.closed_form import ClosedForm, ClosedFormSettings
 from kvfold.fitting.components_of_memory import GRADIENTS
-from kvfold.fitting.distil import Distiller, DistilSettings
+from kvfold.fitting.distil import Distiller
+from kvfold.fitting.distil_settings import DistilSettings
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gates import GateSettings, GateTrainer, train_gates
 from kvfold.fitting.live_memory import LiveMemory

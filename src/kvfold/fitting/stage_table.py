@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from kvfold.anatomy import Anatomy
 from kvfold.fitting.closed_form import ClosedFormSettings, closed_form_stage
-from kvfold.fitting.distil import DistilSettings, distil
+from kvfold.fitting.distil import distil
+from kvfold.fitting.distil_settings import DistilSettings
 from kvfold.fitting.gates import GateSettings
 from kvfold.fitting.gates_stage import require_gates, train_gates_stage
 from kvfold.fitting.refine import RefineSettings, refine
