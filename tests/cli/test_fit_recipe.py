@@ -137,6 +137,7 @@ def test_a_readme_of_ones_own_is_kept(fit, recipe_file, tmp_path):
     assert "no model card was written" in flat(done)
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_addon_and_one_of_them_speaks(recipe_file, text_file, tmp_path):
     pytest.importorskip("accelerate", reason="pip install 'kvfold[train]'")
     arguments = ["fit", "--recipe", recipe_file(), "--data", text_file.parent]

@@ -55,7 +55,7 @@ def test_peak_and_operations_are_those_of_the_real_stage(stage, seq, keys):
     assert sum(told.components.values()) == told.peak_bytes
 
 
-@pytest.mark.parametrize("seq", [256, 1024])
+@pytest.mark.parametrize("seq", [256, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "stage", [CLOSED_FORM, DISTIL, CHECKPOINTED], ids=["closed-form", "distil", "checkpointed"]
 )

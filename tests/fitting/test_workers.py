@@ -79,7 +79,6 @@ def _finished(job: str, folder: Path, count: int) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 
-@pytest.mark.slow
 def test_sums_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
     (alone,) = _finished("sums", tmp_path / "one", 1)
     both = _finished("sums", tmp_path / "two", 2)
@@ -189,6 +188,7 @@ def broken(folder: Path) -> Path:
     return folder / "broken"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_recipe_goes_on_after_the_loss_of_a_worker(
     folder: Path, alone: Path, broken: Path, count: int
@@ -202,7 +202,6 @@ def test_a_recipe_goes_on_after_the_loss_of_a_worker(
     assert min(line["step"] for line in logged[begun:] if "kl" in line) == 5
 
 
-@pytest.mark.slow
 def test_workers_that_differ_are_told(tmp_path: Path) -> None:
     for status, said in _run("differing", tmp_path, 2):
         assert status == 0, said
