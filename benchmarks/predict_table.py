@@ -71,6 +71,8 @@ def measure(recipe: Recipe) -> dict[str, float | None]:
     """Peak memory above the model's and seconds of the real stage, in this process."""
     torch.manual_seed(0)
     model, _ = load(recipe.model_name, dtype=torch.float32)
+    for weight in model.parameters():  # a file that is mapped would come in while it is measured
+        weight.data = weight.data.clone()
     shape = anatomy(model)
     addon = AddOn.untrained(model, recipe.plan_for(shape))
     for parameter in addon.parameters():
@@ -124,6 +126,7 @@ def main() -> None:
     parser.add_argument("--measure", metavar="RECIPE", help=argparse.SUPPRESS)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=list(STAGES))
+    parser.add_argument("--seq", nargs="+", type=int, default=list(ROW_LENGTHS))
     parser.add_argument("--out", type=Path, default=Path("results/predict"))
     chosen = parser.parse_args()
     if chosen.measure:
@@ -132,7 +135,7 @@ def main() -> None:
     lines = []
     for model in chosen.models:
         for name in chosen.stages:
-            for seq in ROW_LENGTHS:
+            for seq in chosen.seq:
                 line = compare(name, recipe_of(model, STAGES[name], seq))
                 lines.append(line)
                 print(json.dumps({k: v for k, v in line.items() if k != "prediction"}), flush=True)
