@@ -11,7 +11,7 @@ from a code, and a first token's keys and values (an attention sink) are far fro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from kvfold.fitting.decay import set_kept
 from kvfold.fitting.dispersion import DEFAULT_STRENGTH
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gram import exact_dtype
+from kvfold.fitting.json_lines import Log
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.ridge import DEFAULT_RIDGE
 from kvfold.fitting.tasks import HasProblems, Task, stages, tasks_of_stage
@@ -69,7 +70,7 @@ def closed_form_stage(
     *,
     checkpoint: Path | None = None,
     checkpoint_every: int = 16,
-    log: Callable[[dict[str, Any]], None] | None = None,
+    log: Log | None = None,
     progress: bool = True,
     workers: Workers = ALONE,
 ) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.anatomy import Anatomy, attention_module
+from kvfold.anatomy import Anatomy
 from kvfold.errors import CorpusError, FitError
 from kvfold.fitting.attention_output import (
     LayerAttention,
@@ -34,7 +34,7 @@ from kvfold.fitting.shared_steps import average_gradients, start_alike, summed
 from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import Activations, Pipeline
 from kvfold.plan import Plan
-from kvfold.runtime.layer import FoldedAttention, Reading
+from kvfold.runtime.layer import Reading, folded_layers
 
 LEAST_SEQ = 1024
 """Tokens a row should have, or the history that is trained on is too short to matter."""
@@ -134,18 +134,8 @@ class AttentionDescent:
         self.windows = windows_of(plan, settings)
         check_history(shape, plan, self.pipelines, self.windows, seq)
         self.quantised = readings is not None
-        self.folds = {
-            layer: FoldedAttention(
-                layer,
-                attention_module(model, layer),
-                shape.family,
-                shape.layers[layer],
-                pipeline,
-                "expanded" if readings is None else readings[layer],
-            )
-            for pipeline in self.pipelines
-            for layer in pipeline.layers
-        }
+        folds = folded_layers(model, shape, self.pipelines, readings)
+        self.folds = {fold.index: fold for fold in folds}
         self.sources = attention_sources(tuple(self.folds)) | {
             source for pipeline in self.pipelines for source in pipeline.inputs
         }

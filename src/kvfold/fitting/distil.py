@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from kvfold.fitting.distil_loss import Distance, distance, distance_and_gradient
 from kvfold.fitting.distil_settings import DistilSettings
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gram import exact_dtype
+from kvfold.fitting.json_lines import Log
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.scaled_adam import ScaledAdam
 from kvfold.fitting.seeds import derived_seed
@@ -48,7 +49,6 @@ from kvfold.runtime.capture import capture, plain_pass
 from kvfold.runtime.student import Student
 from kvfold.store.addon import AddOn
 
-Log = Callable[[dict[str, Any]], None]
 LORA_SHARE = 0.02
 """Low-rank terms start at nothing and add up to much: their rate beside that of fitted maps."""
 

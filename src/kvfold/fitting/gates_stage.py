@@ -19,14 +19,13 @@ from kvfold.fitting.bar import progress_bar
 from kvfold.fitting.checkpoint import Checkpoint, job_digest
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gates import GateSettings, GateTrainer, train_gates, trainable
+from kvfold.fitting.json_lines import Log
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.wide import wide
 from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import build_pipelines
 from kvfold.plan import Plan
 from kvfold.store.addon import AddOn
-
-Log = Callable[[dict[str, Any]], None]
 
 
 def train_gates_stage(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from kvfold.errors import ReportError
+
+Log = Callable[[dict[str, Any]], None]
+"""What takes each line of a training's log: a mapping of plain data."""
 
 
 class JsonLines:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from kvfold.anatomy import anatomy, text_decoder
+from kvfold.anatomy import anatomy
 from kvfold.errors import CorpusError, FitError
 from kvfold.fitting.attention_output import first_with_history
 from kvfold.fitting.bar import progress_bar
@@ -32,10 +32,12 @@ from kvfold.fitting.checkpoint import Checkpoint, job_digest
 from kvfold.fitting.descent import AttentionDescent, Descent, check_history
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gram import exact_dtype
+from kvfold.fitting.json_lines import Log
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.parts import PARTS, Part, check_parts, parameters_of, units
 from kvfold.fitting.shared_steps import require_even, summed
 from kvfold.fitting.weight_scales import start_weights, weight_groups
+from kvfold.fitting.wide import wide
 from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import Activations, Pipeline
 from kvfold.runtime.capture import capture
@@ -50,8 +52,6 @@ CLEAR = 1e-3
 """A held-out error lower by less than this share of itself does not prove that more will come."""
 MEASURED_BATCHES = 4
 """Batches of text that the scales of weights are measured on."""
-
-Log = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,13 @@ def refine(
     """
     addon.check_base(model)
     _check_held_out(held_out)
-    first = next(text_decoder(model).parameters())
     trained = units(list(addon.pipelines), settings.parts)  # type: ignore[arg-type]
     if not trained or settings.steps == 0:
         return {}
-    kept = {name: p.dtype for name, p in addon.pipelines.named_parameters()}
-    addon.pipelines.to(first.device, _work_dtype(first.dtype)).requires_grad_(False)
     started = time.perf_counter()
     require_even(workers, settings.rows, "refining")
-    with frozen(model), progress_bar(progress and workers.first) as (bar, _):
+    shown = progress and workers.first
+    with wide(addon, model), frozen(model), progress_bar(shown) as (bar, _):
         digest = _digest(addon, mixture, held_out, settings)
         saves = Checkpoint(checkpoint, digest, checkpoint_every, workers)
         run = Refinement(model, addon, mixture, held_out, settings, trained, saves)
@@ -128,15 +126,8 @@ def refine(
             run.go(bar, log if workers.first else None)
         finally:
             run.keep_best()
-            addon.pipelines.requires_grad_(False)
-            for name, parameter in addon.pipelines.named_parameters():
-                parameter.data = parameter.data.to(kept[name])
     saves.remove()
     return {**run.report(), "seconds": round(time.perf_counter() - started, 3)}
-
-
-def _work_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _check_held_out(held_out: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvfold.anatomy import Anatomy, anatomy, attention_module
+from kvfold.anatomy import Anatomy, anatomy
 from kvfold.fitting.attention_output import (
     LayerAttention,
     attention_sources,
@@ -26,7 +26,7 @@ from kvfold.fitting.tasks import target_of
 from kvfold.methods import Activations, Pipeline, Source
 from kvfold.plan import Plan
 from kvfold.runtime.capture import capture
-from kvfold.runtime.layer import FoldedAttention
+from kvfold.runtime.layer import FoldedAttention, folded_layers
 
 
 class _Explained:
@@ -113,19 +113,8 @@ def report_fit(
 
 def _fitted_layers(model: Any, shape: Anatomy, pipelines: nn.ModuleList) -> list[FoldedAttention]:
     members: list[Pipeline] = list(pipelines)  # type: ignore[arg-type]
-    return [
-        FoldedAttention(
-            index=layer,
-            module=attention_module(model, layer),
-            family=shape.family,
-            anatomy=shape.layers[layer],
-            pipeline=pipeline,
-            reading="expanded",
-        )
-        for pipeline in members
-        if any(True for _ in pipeline.parameters())
-        for layer in pipeline.layers
-    ]
+    fitted = [pipeline for pipeline in members if any(True for _ in pipeline.parameters())]
+    return folded_layers(model, shape, fitted)
 
 
 def _add_explained(

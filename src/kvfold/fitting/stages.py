@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from kvfold.evaluation.runner import Quality
 from kvfold.fitting.checkpoint import job_digest
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.held_out import HeldOut
+from kvfold.fitting.json_lines import Log
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.recipe import Recipe, StageEntry
 from kvfold.fitting.report import report_fit
@@ -38,8 +38,6 @@ from kvfold.fitting.wide import wide
 from kvfold.fitting.workers import ALONE, Workers
 from kvfold.plan import Plan
 from kvfold.store.addon import AddOn
-
-Log = Callable[[dict[str, Any]], None]
 
 STATE_FILE = "state.json"
 SELF_TEXT_FILE = "self-text.safetensors"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kvfold.errors import FitError, MissingExtraError
+from kvfold.fitting.json_lines import Log
 
 TrackerName = Literal["tensorboard", "trackio"]
 TRACKERS: tuple[TrackerName, ...] = get_args(TrackerName)
@@ -26,9 +27,7 @@ Scalars = Callable[[Mapping[str, float], int], None]
 
 
 @contextmanager
-def tracking(
-    name: TrackerName | None, run: str, folder: Path
-) -> Iterator[Callable[[dict[str, Any]], None]]:
+def tracking(name: TrackerName | None, run: str, folder: Path) -> Iterator[Log]:
     """A consumer of log lines inside the block; it does nothing for no name.
 
     run: what the run is called. folder: where tensorboard's files go; trackio has a place of its
@@ -47,7 +46,7 @@ def tracking(
         raise FitError(f"a tracker must be one of {', '.join(TRACKERS)}; got {name!r}")
 
 
-def _taker(scalars: Scalars) -> Callable[[dict[str, Any]], None]:
+def _taker(scalars: Scalars) -> Log:
     events: Counter[str] = Counter()
 
     def take(line: dict[str, Any]) -> None:

@@ -20,7 +20,6 @@ from kvfold.anatomy import (
     ATTACHMENT_MARK,
     Anatomy,
     anatomy,
-    attention_module,
     require_plain,
     rotary,
     supported_attention,
@@ -40,7 +39,7 @@ from kvfold.plan_overrides import check_override
 from kvfold.runtime.adapters import Adapters, check_projections
 from kvfold.runtime.cache import FoldedCache, Running
 from kvfold.runtime.forward import DecoderForward
-from kvfold.runtime.layer import FoldedAttention, Rotation, SlotPlaces, StoredSlots
+from kvfold.runtime.layer import Rotation, SlotPlaces, StoredSlots, folded_layers
 from kvfold.runtime.linear_states import SkippedStates
 from kvfold.runtime.reading import choose_readings, free_memory
 from kvfold.runtime.schedule import Schedule, Step
@@ -119,18 +118,7 @@ class Attachment:
             element_size=model.dtype.itemsize,
         )
         self.resident: dict[int, str] = dict(sorted(readings.items()))
-        self.folds = [
-            FoldedAttention(
-                layer,
-                attention_module(model, layer),
-                self.anatomy.family,
-                self.anatomy.layers[layer],
-                pipeline,
-                readings[layer],
-            )
-            for pipeline in self.pipelines
-            for layer in pipeline.layers
-        ]
+        self.folds = folded_layers(model, self.anatomy, self.pipelines, readings)
         self.lora = addon.lora
         self.skipped_states = None if self.split is None else self._skipped_states(addon)
         self._fed_by: dict[Source, list[Pipeline]] = {}

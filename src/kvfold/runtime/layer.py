@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvfold.anatomy import Family, LayerAnatomy, k_norm_weight
+from kvfold.anatomy import Anatomy, Family, LayerAnatomy, attention_module, k_norm_weight
 from kvfold.methods import AffineMap, DepthMethod, Pipeline
 from kvfold.runtime.schedule import Schedule, Step
 
@@ -191,3 +191,27 @@ class FoldedAttention:
         work = keys.float() if keys.element_size() < 4 else keys
         rho = torch.rsqrt(work.pow(2).mean(-1, keepdim=True) + epsilon).to(keys.dtype)
         return rho, weight
+
+
+def folded_layers(
+    model: Any,
+    shape: Anatomy,
+    pipelines: Iterable[Pipeline],
+    readings: Mapping[int, Reading] | None = None,
+) -> list[FoldedAttention]:
+    """The layers that some pipelines serve, in the pipelines' order.
+
+    readings: of each layer; all are expanded if None.
+    """
+    return [
+        FoldedAttention(
+            layer,
+            attention_module(model, layer),
+            shape.family,
+            shape.layers[layer],
+            pipeline,
+            "expanded" if readings is None else readings[layer],
+        )
+        for pipeline in pipelines
+        for layer in pipeline.layers
+    ]

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from kvfold.anatomy import Anatomy, attention_module, require_plain, rotary, text_decoder
+from kvfold.anatomy import Anatomy, require_plain, rotary, text_decoder
 from kvfold.methods import Activations, Pipeline, Source
 from kvfold.plan import Plan
-from kvfold.runtime.layer import FoldedAttention, Rotation
+from kvfold.runtime.layer import FoldedAttention, Rotation, folded_layers
 from kvfold.runtime.reading import choose_readings
 from kvfold.runtime.reference import reference_mask
 from kvfold.runtime.schedule import Schedule
@@ -68,18 +68,8 @@ class Student:
         self.decoder = text_decoder(model)
         self.pipelines = [p for p in pipelines if isinstance(p, Pipeline)]
         readings = choose_readings(plan, self.pipelines, shape, free_bytes=None, element_size=4)
-        self.folds = {
-            layer: FoldedAttention(
-                layer,
-                attention_module(model, layer),
-                shape.family,
-                shape.layers[layer],
-                pipeline,
-                readings[layer],
-            )
-            for pipeline in self.pipelines
-            for layer in pipeline.layers
-        }
+        folds = folded_layers(model, shape, self.pipelines, readings)
+        self.folds = {fold.index: fold for fold in folds}
         starts = [*self.folds, *([] if below is None else [below])]
         self.first = min(starts, default=0)
         self.checkpoint_layers = checkpoint_layers
