@@ -230,3 +230,4 @@ if __name__ == "__main__":
     joined = Workers.join(cpu=True, timeout=timedelta(seconds=300))
     jobs = (sums, tiny_fit, killed, recipe, recipe_killed, differing)
     {made.__name__: made for made in jobs}[job](joined, out)
+    joined.leave()
