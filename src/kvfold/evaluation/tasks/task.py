@@ -1,0 +1,73 @@
+"""What every task of the evaluation suite is: items, answers to them, and scores of each answer.
+
+A task makes its items once, from its settings alone. Subjects answer them one chunk after another,
+so that a run that was killed goes on at the chunk where it stopped; an answer may depend on its
+own chunk's items (which are padded together) and on nothing else. What is reported is made of the
+scores of single answers, so that two subjects can be compared item by item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvfold.runtime.attach import AddOnLike
+
+Item = Mapping[str, Any]
+"""One thing to do, as plain data; `id`, a string, is unlike every other item's of the task."""
+
+Scores = Mapping[str, bool | float | Sequence[bool]]
+"""By metric. A bool is one answer, right or wrong; a sequence of them, several judged apart; a
+number is averaged over items."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a subject said to an item, and what that is worth.
+
+    item: the item's id. said: plain data, as much as a reader needs to judge by themselves.
+    """
+
+    item: str
+    said: Mapping[str, Any]
+    scores: Scores
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"item": self.item, "said": dict(self.said), "scores": dict(self.scores)}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Who is asked: a model, the add-on that is attached to it, and its tokenizer.
+
+    model: with the add-on attached already. addon: None for the plain model.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    addon: AddOnLike | None = None
+
+
+class Task(Protocol):
+    """One task; made from its settings, which must be plain data and tell everything of it."""
+
+    name: str
+    """As on the command line, for instance `lambada`."""
+
+    chunk: int
+    """Items that are answered together: what at most is lost if a run is killed."""
+
+    def settings(self) -> Mapping[str, Any]:
+        """All that the items and scores depend on: counts, seeds, digests of data files."""
+
+    def items(self) -> Sequence[Item]:
+        """Every item, in order; the same at every call."""
+
+    def answers(self, subject: Subject, items: Sequence[Item]) -> Sequence[Answer]:
+        """One answer to each item, in order."""
+
+    def summary(self, answers: Sequence[Answer]) -> Mapping[str, float]:
+        """Figures that are no averages of scores (perplexity, for one); often none."""
