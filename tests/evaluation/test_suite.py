@@ -115,8 +115,8 @@ def unbroken(suite, tmp_path_factory):
 @pytest.mark.parametrize("seed", range(6))
 def test_killed_anywhere_and_resumed_gives_the_same_bytes(suite, unbroken, tmp_path, seed):
     draw, broken = random.Random(seed), tmp_path
+    tasks = (KilledAfter(draw.randrange(5, 12)), NextTokenTask("other", items=5, chunk=2))
     with pytest.raises(Killed):
-        tasks = (KilledAfter(draw.randrange(5, 12)), NextTokenTask("other", items=5, chunk=2))
         run_suite(suite(*tasks), broken)
     assert not (broken / "metrics.json").exists()
     newest = max(broken.rglob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)

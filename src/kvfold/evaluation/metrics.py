@@ -37,7 +37,13 @@ Better = Literal["higher", "lower"]
 Verdict = Literal["same", "within noise", "higher", "lower"]
 Interval = tuple[float, float] | None
 
-LOWER_IS_BETTER = re.compile(r"(^|[^a-z])(ppl|perplexity|kl|loss|nll|bits|mse)([^a-z]|$)")
+_LOWER = "ppl perplexity kl loss nll bits mse"
+_HIGHER = "acc accuracy agreement cosine match divergence consistency recall score"
+LOWER_IS_BETTER, HIGHER_IS_BETTER = (
+    re.compile(rf"(?:^|[^a-z])(?:{'|'.join(words.split())})(?:[^a-z]|$)")
+    for words in (_LOWER, _HIGHER)
+)
+"""Words in names of numbers; `first_divergence` is how far two texts agree."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,10 @@ class _Summed:
 
 def _better(metric: str) -> Better | None:
     """What is known of numbers by their name; of most nothing is."""
-    return "lower" if LOWER_IS_BETTER.search(metric.lower()) else None
+    name = metric.lower()
+    if LOWER_IS_BETTER.search(name):
+        return "lower"
+    return "higher" if HIGHER_IS_BETTER.search(name) else None
 
 
 def _difference(ours: Any, plain: Any) -> Difference | None:
