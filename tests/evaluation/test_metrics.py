@@ -62,7 +62,10 @@ def test_pairing_finds_a_small_steady_difference_between_items_that_vary_much():
     generator = np.random.default_rng(1)
     base = generator.normal(10, 5, 50)
     plain = [{"loss": float(x)} for x in base]
-    other = [{"loss": float(x + 0.1 + 0.05 * y)} for x, y in zip(base, generator.normal(size=50), strict=True)]
+    other = [
+        {"loss": float(x + 0.1 + 0.05 * y)}
+        for x, y in zip(base, generator.normal(size=50), strict=True)
+    ]
     made = figures(plain, other)
     difference = made["a"]["loss"].difference
     assert difference.verdict == "higher"

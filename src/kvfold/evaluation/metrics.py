@@ -38,7 +38,7 @@ Verdict = Literal["same", "within noise", "higher", "lower"]
 Interval = tuple[float, float] | None
 
 _LOWER = "ppl perplexity kl loss nll bits mse"
-_HIGHER = "acc accuracy agreement cosine match divergence consistency recall score"
+_HIGHER = "acc accuracy agreement cosine match divergence consistency recall score probability"
 LOWER_IS_BETTER, HIGHER_IS_BETTER = (
     re.compile(rf"(?:^|[^a-z])(?:{'|'.join(words.split())})(?:[^a-z]|$)")
     for words in (_LOWER, _HIGHER)

@@ -190,7 +190,7 @@ def _sizes_axis(sizes: Sequence[float]) -> tuple[Any, tuple[Tick, ...]]:
         marks = nice_steps(low, high)
 
         def x_of(size: float) -> float:
-            return round(LEFT + 16 + room * (size - low) / (high - low), 1)
+            return round(LEFT + 16 + room * (max(1.0, size) - low) / (high - low), 1)
 
     shown = [mark for mark in marks if low <= mark <= high]
     every = max(1, math.ceil(len(shown) / 5))

@@ -46,8 +46,7 @@ def _source(run: Run, tokens: int | None) -> str:
         *([f"stored: bytes of one row at {tokens:,} tokens in bfloat16"] if tokens else []),
         f"seed {run.metrics['seed']}",
         f"commit `{_code(run.about.get('commit'))}`",
-        f"{_escaped(str(machine.get('gpu') or machine.get('cpu')))}, "
-        f"{machine.get('cores')} cores",
+        f"{_escaped(str(machine.get('gpu') or machine.get('cpu')))}, {machine.get('cores')} cores",
         f"`{_code(run.about.get('command'))}`",
     ]
     return "; ".join(where) + "."

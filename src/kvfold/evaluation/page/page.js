@@ -1,5 +1,5 @@
 "use strict";
-// A click on a heading sorts its table by that column, first as numbers, else as words.
+// A click on a heading sorts its table by that column's numbers; cells without one come last.
 for (const table of document.querySelectorAll("table.sortable")) {
   const headings = [...table.tHead.rows[0].cells];
   headings.forEach((heading, column) => {
@@ -12,10 +12,9 @@ for (const table of document.querySelectorAll("table.sortable")) {
       headings.forEach((other) => other.removeAttribute("aria-sort"));
       heading.setAttribute("aria-sort", down ? "descending" : "ascending");
       const rows = [...table.tBodies[0].rows];
-      const key = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
-      const number = (text) => (text === "" || text === "null" ? NaN : Number(text));
+      const number = (row) => parseFloat(row.cells[column].dataset.value);
       const order = (first, second) => {
-        const [a, b] = [number(key(first)), number(key(second))];
+        const [a, b] = [number(first), number(second)];
         if (Number.isNaN(a) || Number.isNaN(b)) return Number.isNaN(a) - Number.isNaN(b);
         return down ? b - a : a - b;
       };
