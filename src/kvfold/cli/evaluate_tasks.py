@@ -135,7 +135,7 @@ def evaluate_tasks(options: SuiteOptions) -> None:
     from kvfold.evaluation.candidates import with_plan
     from kvfold.evaluation.cost import CostSettings, write_cost
     from kvfold.evaluation.page.runs import read_run
-    from kvfold.evaluation.page.table import cost_table, figures_table
+    from kvfold.evaluation.page.table import cost_tables, figures_table
     from kvfold.evaluation.suite import Suite, run_suite
     from kvfold.evaluation.tasks.registry import check_known, make_tasks
 
@@ -164,8 +164,8 @@ def evaluate_tasks(options: SuiteOptions) -> None:
             options.out, model, candidates, costs, seed=options.seed, on_progress=watcher.measures
         )
     run = read_run(options.out)
-    screen.print(figures_table(run))
-    screen.print(cost_table(run))
+    for table in (figures_table(run), *cost_tables(run)):
+        screen.print(table)
     _write(screen, run, options.json_file)
     screen.print(f"Run: {options.out}", highlight=False, markup=False)
     hold_against(screen, rules, [run])

@@ -37,7 +37,7 @@ def report_command(
     from kvfold.evaluation.page.html import render_page
     from kvfold.evaluation.page.markdown import render_markdown
     from kvfold.evaluation.page.runs import read_run
-    from kvfold.evaluation.page.table import cost_table, figures_table
+    from kvfold.evaluation.page.table import cost_tables, figures_table
     from kvfold.evaluation.report import write_atomically
 
     rules = () if fail_under is None else read_rules(fail_under)
@@ -53,6 +53,6 @@ def report_command(
         for run in runs:
             screen.print(f"{run.folder}: {run.title}", style="bold", highlight=False, markup=False)
             screen.print(figures_table(run))
-            if run.cost:
-                screen.print(cost_table(run))
+            for table in cost_tables(run):
+                screen.print(table)
     hold_against(screen, rules, runs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -28,69 +29,66 @@ def figures_table(run: Run) -> Table:
         caption="95% intervals; differences are from the plain model on the same items; parts of "
         "figures (by layer, length or depth) are in metrics.json and in the report"
     )
-    table.add_column("", overflow="fold", min_width=16, max_width=30)
-    table.add_column("", overflow="fold", min_width=14, max_width=24)
+    table.add_column("", overflow="fold", min_width=24, max_width=44)
     for heading in ("value", "interval", "difference"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
-    for task in run.metrics["tasks"]:
-        for metric in run.metric_names(task):
-            if "/" in metric:
-                continue
-            found = run.figures(task, metric)
-            for index, (name, figure) in enumerate(found.items()):
-                verdict = verdict_text(figure)
-                table.add_row(
-                    escape(f"{task}.{metric}") if index == 0 else "",
-                    escape(name),
-                    value_text(figure),
-                    interval_text(figure),
-                    "" if verdict == "same" else change_text(figure),
-                    f"[{COLOURS[verdict]}]{verdict}[/]" if verdict in COLOURS else verdict,
-                    end_section=index == len(found) - 1,
-                )
-    return table
-
-
-def cost_table(run: Run) -> Table:
-    """Bytes at each length, and times after each prompt, of every subject."""
-    table = bare_table(
-        caption="stored, in memory: bytes of one row in bfloat16; first token: from an empty cache "
-        "on; peak: above the model's own memory"
-    )
-    table.add_column("", overflow="fold", min_width=14, max_width=22)
-    for heading in ("tokens", "stored", "smaller", "in memory", "add-on"):
-        table.add_column(heading, justify="right")
-    timed = any(subject["speed"] for subject in run.cost["subjects"].values())
-    if timed:
-        for heading in ("prompt", "prefill", "first\ntoken", "decode\ntok/s", "peak"):
-            table.add_column(heading, justify="right")
-    for name, subject in run.cost["subjects"].items():
-        count = max(len(subject["memory"]), len(subject["speed"]))
-        for index in range(count):
-            row = [escape(name) if index == 0 else ""]
-            memory = subject["memory"][index] if index < len(subject["memory"]) else None
-            row += (
-                [""] * 4
-                if memory is None
-                else [
-                    f"{memory['tokens']:,}",
-                    bytes_text(memory["stored_bytes"]),
-                    f"{memory['times_smaller']:.2f}x",
-                    bytes_text(memory["resident_bytes"]),
-                ]
+    metrics = ((t, m) for t in run.metrics["tasks"] for m in run.metric_names(t) if "/" not in m)
+    for task, metric in metrics:
+        found = run.figures(task, metric)
+        table.add_row(escape(f"{task}.{metric}"), style="bold")
+        for index, (name, figure) in enumerate(found.items()):
+            verdict = verdict_text(figure)
+            table.add_row(
+                f"  {escape(name)}",
+                value_text(figure),
+                interval_text(figure),
+                "" if verdict == "same" else change_text(figure),
+                f"[{COLOURS[verdict]}]{verdict}[/]" if verdict in COLOURS else verdict,
+                end_section=index == len(found) - 1,
             )
-            row.append(bytes_text(subject["addon_bytes"]) if index == 0 else "")
-            if timed:
-                row += _speed_cells(subject["speed"], index)
-            table.add_row(*row, end_section=index == count - 1)
     return table
 
 
-def _speed_cells(speeds: Sequence[dict[str, float]], index: int) -> list[str]:
-    if index >= len(speeds):
-        return [""] * 5
-    speed = speeds[index]
+def cost_tables(run: Run) -> list[Table]:
+    """Bytes of every subject at each length; and times after each prompt, if any were measured."""
+    subjects = run.cost.get("subjects", {})
+    sizes = bare_table(caption="bytes of one row in bfloat16; add-on: its weights")
+    times = bare_table(
+        caption="one row, measured in turns; first token: from an empty cache on; peak: memory "
+        "above the model's own"
+    )
+    for table, headings in (
+        (sizes, ("tokens", "stored", "smaller", "in memory", "smaller", "add-on")),
+        (times, ("prompt", "prefill", "first token", "decode tok/s", "peak")),
+    ):
+        table.add_column("", overflow="fold", min_width=14, max_width=30)
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+    for name, subject in subjects.items():
+        _section(sizes, name, [_bytes_cells(e, subject) for e in subject["memory"]])
+        _section(times, name, [_speed_cells(speed) for speed in subject["speed"]])
+    return [table for table in (sizes, times) if table.row_count]
+
+
+def _section(table: Table, name: str, rows: Sequence[Sequence[str]]) -> None:
+    for index, row in enumerate(rows):
+        shown = escape(name) if index == 0 else ""
+        table.add_row(shown, *row, end_section=index == len(rows) - 1)
+
+
+def _bytes_cells(memory: Mapping[str, Any], subject: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{memory['tokens']:,}",
+        bytes_text(memory["stored_bytes"]),
+        f"{memory['times_smaller']:.2f}x",
+        bytes_text(memory["resident_bytes"]),
+        f"{memory['resident_times_smaller']:.2f}x",
+        bytes_text(subject["addon_bytes"]),
+    ]
+
+
+def _speed_cells(speed: Mapping[str, Any]) -> list[str]:
     return [
         f"{speed['history']:,}",
         seconds_text(speed["prefill_seconds"]),

@@ -10,8 +10,6 @@ from kvfold.evaluation.report import readable_bytes
 Entry = Mapping[str, Any]
 """A figure of `metrics.json`."""
 
-NOISE = "within noise"
-
 
 def value_text(figure: Entry) -> str:
     """`61.3%` for an accuracy, four digits for anything else."""
@@ -24,7 +22,8 @@ def interval_text(figure: Entry) -> str:
         return ""
     share = figure["kind"] == "accuracy"
     low, high = (_number(end, share=share) for end in figure["interval"])
-    return f"{low.removesuffix('%')}–{high}"
+    between = " to " if low.startswith("-") else "–"
+    return f"{low.removesuffix('%')}{between}{high}"
 
 
 def change_text(figure: Entry) -> str:
