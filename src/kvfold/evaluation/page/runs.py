@@ -133,11 +133,11 @@ def read_run(folder: Path) -> Run:
             f"this kvfold reads figures of format {FORMAT}; {path} has {metrics.get('format')!r}; "
             "run the same command again, which keeps the answers"
         )
-    cost, about = folder / COST_FILE, folder / RUN_FILE
+    cost = folder / COST_FILE
     subjects = metrics["subjects"] if NEEDLE in metrics["tasks"] else []
     return Run(
         folder=folder,
-        about=read_json(about) if about.exists() else {},
+        about=read_json(folder / RUN_FILE),
         metrics=metrics,
         cost=read_json(cost) if cost.exists() else {},
         needles={name: cells for name in subjects if (cells := tuple(_cells(folder, name)))},
