@@ -22,7 +22,12 @@ def test_the_cache_argument_is_one_that_the_forward_has(tiny_model, windows):
 
 def test_repeats_are_interleaved_and_medians_taken(tiny_model, windows, monkeypatch):
     model, order = tiny_model("llama"), []
-    runs = [(1.0, 1.0, None, 5), (2.0, 1.0, 9, None), (9.0, 5.0, None, 7), (4.0, 1.0, 9, None)]
+    runs = [
+        (1.0, 1.0, None, 5, 1.5),
+        (2.0, 1.0, 9, None, 2.5),
+        (9.0, 5.0, None, 7, 9.5),
+        (4.0, 1.0, 9, None, 4.5),
+    ]
     times = iter([speed._Run(*run) for run in runs] * 2)
 
     def one_run(model, addon, ids, settings):
@@ -37,6 +42,13 @@ def test_repeats_are_interleaved_and_medians_taken(tiny_model, windows, monkeypa
     assert made["folded"].prefill_tokens_per_second == pytest.approx(12 / 2.0)
     assert (made["plain"].cache_bytes, made["folded"].cache_bytes) == (None, 9)
     assert (made["plain"].peak_bytes, made["folded"].peak_bytes) == (5, None)
+    assert (made["plain"].first_token_seconds, made["folded"].first_token_seconds) == (1.5, 2.5)
+
+
+def test_the_first_token_takes_at_least_its_prefill(tiny_model, windows):
+    settings = SpeedSettings(history=20, decode_tokens=2, repeats=1)
+    made = measure_speed(tiny_model("llama"), {"plain": None}, windows, settings)["plain"]
+    assert made.first_token_seconds >= made.history / made.prefill_tokens_per_second
 
 
 def test_few_tokens_are_repeated_to_fill_the_history(tiny_model, bare_addon):

@@ -8,8 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from kvfold.cli.evaluate_tasks import (
+    LENGTHS,
+    FailUnderOption,
+    FractionOption,
+    LimitOption,
+    OutOption,
+    ReuseOption,
+    SomeAddOnsOption,
+    SpeedLengthsOption,
+    SuiteOptions,
+    TasksOption,
+    check_options,
+    evaluate_tasks,
+    given,
+)
 from kvfold.cli.options import (
-    AddOnOption,
     AnchorsOption,
     DeviceOption,
     DtypeOption,
@@ -48,9 +62,14 @@ HELP = (
     "An add-on whose prompts skip layers has no logits for most of a prompt. With --continuation "
     "N each window's last N tokens are scored, after a prompt that ran as the plan says, and "
     "prefill is timed; with --prefill full it is measured without skipping.\n\n"
+    "With --tasks the model answers whole benchmarks, add-on by add-on, into a run folder: a run "
+    "that was broken off goes on where it was, `kvfold report` makes a page of it, and "
+    "--fail-under ends with status 1 where a rule is not kept.\n\n"
     "\b\nExamples:\n"
     "kvfold evaluate smollm2-135m --addon my-addon --data test.txt --windows 8 --window 512\n"
-    "kvfold evaluate smollm2-135m --addon my-addon --data test.txt --continuation 128"
+    "kvfold evaluate smollm2-135m --addon my-addon --data test.txt --continuation 128\n"
+    "kvfold evaluate smollm2-135m --addon my-addon --tasks perplexity,needle --data folder "
+    "--out results/run"
 )
 
 
@@ -60,15 +79,24 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate_command(
+    context: typer.Context,
     model: ModelArgument,
-    addon: AddOnOption,
+    addon: SomeAddOnsOption = None,
     data: Annotated[
         str | None,
         typer.Option(
             metavar="SOURCE",
-            help="Text to measure on, from its start; Python's held-out documentation by default.",
+            help="Text to measure on, from its start; Python's held-out documentation by default. "
+            "With --tasks the folder of data sets.",
         ),
     ] = None,
+    tasks: TasksOption = None,
+    out: OutOption = None,
+    fraction: FractionOption = 1.0,
+    limit: LimitOption = None,
+    reuse: ReuseOption = None,
+    fail_under: FailUnderOption = None,
+    speed_lengths: SpeedLengthsOption = "256,1k",
     windows: Annotated[int, typer.Option(min=1, help="Windows of text.")] = 8,
     window: Annotated[
         int | None,
@@ -89,8 +117,11 @@ def evaluate_command(
         typer.Option(help="Fold in the same pass, or fold the history of an exact prefill."),
     ] = "folded",
     lengths: Annotated[
-        str, typer.Option(metavar="N,N", help="Token counts to give bytes at.")
-    ] = "1k,4k,16k",
+        str,
+        typer.Option(
+            metavar="N,N", help="Token counts to give bytes at, and with --tasks those of tasks."
+        ),
+    ] = LENGTHS,
     keep_window: KeepWindowOption = None,
     anchors: AnchorsOption = None,
     resident: ResidentOption = None,
@@ -119,6 +150,39 @@ def evaluate_command(
     device: DeviceOption = None,
 ) -> None:
     """Measure and show; see HELP."""
+    check_options(context, suite=tasks is not None)
+    changes: dict[str, Any] = {
+        "window": keep_window,
+        "anchors": anchors,
+        "resident": resident,
+        "prefill": prefill,
+        "replay": replay,
+    }
+    if tasks is not None:
+        evaluate_tasks(
+            SuiteOptions(
+                model=model,
+                addons=tuple(addon or ()),
+                tasks=tasks,
+                data=data,
+                out=out,
+                fraction=fraction,
+                limit=limit,
+                lengths=lengths if given(context, "lengths") else None,
+                speed_lengths=speed_lengths if speed else None,
+                seed=seed,
+                batch=batch,
+                reuse=reuse,
+                fail_under=fail_under,
+                json_file=json_file,
+                changes=changes,
+                dtype=dtype,
+                device=device,
+            )
+        )
+        return
+    if not addon:
+        raise typer.BadParameter("name at least one add-on to measure with --addon")
     import torch
 
     from kvfold.evaluation.candidates import with_plan
@@ -132,10 +196,8 @@ def evaluate_command(
     torch.manual_seed(seed)
     screen = console()
     loaded, tokenizer = load_model(model, dtype, device)
-    changes = {"window": keep_window, "anchors": anchors, "resident": resident}
     candidates = {
-        name: with_plan(found, **changes, prefill=prefill, replay=replay)
-        for name, found in load_addons(addon, loaded).items()
+        name: with_plan(found, **changes) for name, found in load_addons(addon, loaded).items()
     }
     if continuation is None:
         _refuse_skipping(candidates)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rich import box
 from rich.table import Table
 
-from kvfold.errors import ReportError
+from kvfold.errors import EvaluationError, ReportError
 from kvfold.evaluation.environment import environment
 from kvfold.evaluation.memory import Memory
 from kvfold.evaluation.plot import Point, quality_plot
@@ -211,6 +211,21 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write data as indented JSON, whole or not at all; raises `ReportError`."""
     text = json.dumps(data, indent=2, allow_nan=False, default=str)
     write_atomically(path, (text + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that `write_json` wrote; raises `EvaluationError` for anything else."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EvaluationError(
+            f"{path} must be a JSON object in UTF-8; {error}; make it anew, or delete it"
+        ) from None
+    if not isinstance(data, dict):
+        raise EvaluationError(
+            f"{path} must be a JSON object; it is a {type(data).__name__}; delete it"
+        )
+    return data
 
 
 def write_plot(path: Path, evaluation: Evaluation, *, title: str) -> None:

@@ -31,6 +31,8 @@ class Speed:
     cache_bytes: the folded cache's own count after the prefill, in the model's dtype; None for
     the plain cache. peak_bytes: memory that prefill and decode took at their highest, above the
     model's own, the cache included; the median of the repeats, None where it can't be told.
+    first_token_seconds: from an empty cache being made to the id of the first new token, the
+    prefill included; None where it was not timed.
     """
 
     history: int
@@ -38,6 +40,7 @@ class Speed:
     decode_tokens_per_second: float
     cache_bytes: int | None
     peak_bytes: int | None = None
+    first_token_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,18 +84,20 @@ def measure_speed(
             / statistics.median(r.decode for r in results),
             cache_bytes=results[0].cache_bytes,
             peak_bytes=_median_bytes([r.peak_bytes for r in results]),
+            first_token_seconds=statistics.median(r.first_token for r in results),
         )
         for name, results in runs.items()
     }
 
 
 class _Run(NamedTuple):
-    """Seconds of one prefill and of all decode steps, and bytes."""
+    """Seconds of one prefill and of all decode steps, bytes, and seconds to the first token."""
 
     prefill: float
     decode: float
     cache_bytes: int | None
     peak_bytes: int | None
+    first_token: float
 
 
 def _median_bytes(figures: list[int | None]) -> int | None:
@@ -105,16 +110,20 @@ def _one_run(model: Any, addon: AddOnLike | None, ids: Tensor, settings: SpeedSe
     with cache_maker(model, addon) as new_cache:
         _feed(model, new_cache(), ids[:, : min(WARM_UP_TOKENS, settings.history)])
         with peak_memory(model.device) as peak:
+            empty = _now(model)
             cache = new_cache()
             start = _now(model)
-            _feed(model, cache, ids[:, : settings.history])
+            logits = _feed(model, cache, ids[:, : settings.history])
             filled = _now(model)
+            logits[0, -1].argmax().item()
+            chosen = _now(model)
             cache_bytes = None if addon is None else cache.nbytes().total
             begin = _now(model)
             for position in range(settings.history, ids.shape[1]):
                 _feed(model, cache, ids[:, position : position + 1])
             ended = _now(model)
-        return _Run(filled - start, ended - begin, cache_bytes, peak.above_start)
+        first_token = chosen - empty
+        return _Run(filled - start, ended - begin, cache_bytes, peak.above_start, first_token)
 
 
 @contextmanager
@@ -127,8 +136,11 @@ def cache_maker(model: Any, addon: AddOnLike | None) -> Iterator[Callable[[], An
         yield attachment.new_cache
 
 
-def _feed(model: Any, cache: Any, ids: Tensor) -> None:
-    model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(model): cache})
+def _feed(model: Any, cache: Any, ids: Tensor) -> Tensor:
+    """The last token's logits: (1, 1, vocab)."""
+    named = {cache_argument(model): cache}
+    logits: Tensor = model(input_ids=ids, use_cache=True, logits_to_keep=1, **named).logits
+    return logits
 
 
 def _now(model: Any) -> float:

@@ -70,4 +70,8 @@ class Task(Protocol):
         """One answer to each item, in order."""
 
     def summary(self, answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Figures that are no averages of scores (perplexity, for one); often none."""
+        """Figures that are no averages of scores (perplexity, for one); often none.
+
+        answers: at least one; not always of every item, and some more than once, since intervals
+        come from resampled answers. A figure that these can't tell is left out.
+        """

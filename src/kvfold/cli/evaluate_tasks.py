@@ -1,0 +1,265 @@
+"""`kvfold evaluate --tasks`: whole tasks into a run folder, with a table and a gate at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvfold.cli.options import console, load_addons, load_model, parse_lengths, say_plans
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvfold.evaluation.gate import Rule
+    from kvfold.evaluation.page.runs import Run
+
+LENGTHS = "1k,4k,16k"
+TASKS = "perplexity, lambada, gsm8k, ifeval, needle, ruler, ruler-file, recall, turns, fidelity"
+"""As the registry has them, which help does without: it brings torch."""
+NOT_KEPT = 1
+"""Exit status where a rule of --fail-under is not kept; errors end with 2."""
+
+ONLY_WITH_TASKS = ("out", "fraction", "limit", "reuse", "fail_under", "speed_lengths")
+ONLY_WITHOUT = ("windows", "window", "continuation", "history", "speed_history", "plot")
+
+SomeAddOnsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--addon",
+        metavar="DIR",
+        help="Add-on folder, one that comes with kvfold, or hub id; may be repeated. With --tasks "
+        "none is needed.",
+    ),
+]
+TasksOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME,NAME", help=f"Tasks to answer, of {TASKS}."),
+]
+OutOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Run folder, new or to go on in (--tasks).")
+]
+FractionOption = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Share of each task's items (--tasks).")
+]
+LimitOption = Annotated[
+    int | None, typer.Option(min=1, help="Items of each task at most (--tasks).")
+]
+ReuseOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder of run folders: what was answered there with the same settings is copied "
+        "(--tasks).",
+    ),
+]
+FailUnderOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Rules such as `lambada.acc: {max_drop: 0.02}`; status 1 if one is not kept.",
+    ),
+]
+SpeedLengthsOption = Annotated[
+    str,
+    typer.Option(metavar="N,N", help="Tokens of the prompts that are timed (--tasks)."),
+]
+
+
+@dataclass(frozen=True)
+class SuiteOptions:
+    """The command line. lengths: None for each task's own. speed_lengths: None for no times.
+
+    changes: of the add-ons' plans; None stands for their own.
+    """
+
+    model: str
+    addons: tuple[str, ...]
+    tasks: str
+    data: str | None
+    out: Path | None
+    fraction: float
+    limit: int | None
+    lengths: str | None
+    speed_lengths: str | None
+    seed: int
+    batch: int
+    reuse: Path | None
+    fail_under: Path | None
+    json_file: Path | None
+    changes: Mapping[str, Any]
+    dtype: str | None
+    device: str | None
+
+    def config(self) -> dict[str, Any]:
+        """What `run.json` says of the command line."""
+        changes = {key: value for key, value in self.changes.items() if value is not None}
+        return {
+            "model": self.model,
+            "addons": list(self.addons),
+            "tasks": _names(self.tasks),
+            "data": self.data,
+            "fraction": self.fraction,
+            "limit": self.limit,
+            "lengths": self.lengths,
+            "batch": self.batch,
+            "plan_changes": changes,
+        }
+
+
+def check_options(context: typer.Context, *, suite: bool) -> None:
+    """Raise `typer.BadParameter` for options of the other way of measuring."""
+    wrong = [name for name in (ONLY_WITHOUT if suite else ONLY_WITH_TASKS) if given(context, name)]
+    if wrong:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        raise typer.BadParameter(
+            f"{names} can't be given with --tasks; leave it out, or measure on a text without "
+            "--tasks"
+            if suite
+            else f"{names} belongs to --tasks; name some tasks, or leave it out"
+        )
+
+
+def given(context: typer.Context, name: str) -> bool:
+    """Whether an option stood on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def evaluate_tasks(options: SuiteOptions) -> None:
+    """Answer, measure what it costs, show, and hold against the rules."""
+    from kvfold.evaluation.candidates import with_plan
+    from kvfold.evaluation.cost import CostSettings, write_cost
+    from kvfold.evaluation.page.runs import read_run
+    from kvfold.evaluation.page.table import cost_tables, figures_table
+    from kvfold.evaluation.suite import Suite, run_suite
+    from kvfold.evaluation.tasks.registry import check_known, make_tasks
+
+    if options.out is None:
+        raise typer.BadParameter("--tasks needs a run folder: name one with --out")
+    if options.fraction == 0:
+        raise typer.BadParameter("--fraction must be above 0, or there is nothing to answer")
+    check_known(_names(options.tasks))
+    rules = _rules(options.fail_under)
+    costs = CostSettings(
+        lengths=parse_lengths(options.lengths or LENGTHS),
+        speed_lengths=() if options.speed_lengths is None else parse_lengths(options.speed_lengths),
+    )
+    screen = console()
+    model, tokenizer = load_model(options.model, options.dtype, options.device)
+    candidates = {
+        name: with_plan(found, **options.changes)
+        for name, found in load_addons(options.addons, model).items()
+    }
+    tasks = make_tasks(_names(options.tasks), _settings(options, tokenizer))
+    say_plans(screen, model, candidates)
+    suite = Suite(model, tokenizer, candidates, tasks, options.seed, options.config())
+    with _bar(screen) as watcher:
+        run_suite(suite, options.out, reuse=options.reuse, watcher=watcher)
+        write_cost(
+            options.out, model, candidates, costs, seed=options.seed, on_progress=watcher.measures
+        )
+    run = read_run(options.out)
+    for table in (figures_table(run), *cost_tables(run)):
+        screen.print(table)
+    _write(screen, run, options.json_file)
+    screen.print(f"Run: {options.out}", highlight=False, markup=False)
+    hold_against(screen, rules, [run])
+
+
+def hold_against(screen: Console, rules: Sequence[Rule], runs: Sequence[Run]) -> None:
+    """Show which rules are not kept; raises `typer.Exit` with status 1 if there are any."""
+    from kvfold.evaluation.gate import check_rules
+    from kvfold.evaluation.page.table import failures_table
+
+    if not rules:
+        return
+    checks = [check for run in runs for check in check_rules(rules, run.metrics)]
+    failed = [check for check in checks if not check.passed]
+    if not failed:
+        screen.print(f"All {len(checks)} rules are kept.", style="green", highlight=False)
+        return
+    screen.print(failures_table(checks))
+    screen.print(f"{len(failed)} of {len(checks)} rules are not kept.", style="red")
+    raise typer.Exit(NOT_KEPT)
+
+
+class _BarWatcher:
+    """Shows a run as one bar a subject and task, and prints what is said above it."""
+
+    def __init__(self, screen: Console, bar: Any, shown: Any) -> None:
+        self.screen, self.bar, self.shown = screen, bar, shown
+
+    def progress(self, subject: str, task: str, done: int, total: int) -> None:
+        """So many of a pair's items are answered."""
+        self.bar.update(
+            self.shown,
+            description=f"{_unmarked(subject)}: {_unmarked(task)}",
+            completed=done,
+            total=total,
+            visible=True,
+        )
+
+    def say(self, line: str) -> None:
+        """Something that a user should know."""
+        self.screen.print(line, style="dim", highlight=False, markup=False)
+
+    def measures(self, what: str) -> None:
+        """What of the cost is measured next."""
+        self.bar.update(self.shown, description=what, completed=0, total=None, visible=True)
+
+
+@contextmanager
+def _bar(screen: Console) -> Iterator[_BarWatcher]:
+    from kvfold.fitting.bar import progress_bar
+
+    with progress_bar(shown=True, unit="items") as (bar, shown):
+        yield _BarWatcher(screen, bar, shown)
+
+
+def _unmarked(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _names(tasks: str) -> list[str]:
+    return [name.strip() for name in tasks.split(",") if name.strip()]
+
+
+def _rules(path: Path | None) -> tuple[Rule, ...]:
+    from kvfold.evaluation.gate import read_rules
+
+    return () if path is None else read_rules(path)
+
+
+def _settings(options: SuiteOptions, tokenizer: Any) -> Any:
+    from kvfold.evaluation.tasks.settings import TaskSettings
+
+    data = None if options.data is None else Path(options.data)
+    if data is not None and not data.exists():
+        raise typer.BadParameter(
+            f"with --tasks --data is a folder of data sets, or a task's own file; {str(data)!r} "
+            "is not there"
+        )
+    return TaskSettings(
+        data=data,
+        fraction=options.fraction,
+        limit=options.limit,
+        seed=options.seed,
+        batch=options.batch,
+        lengths=() if options.lengths is None else parse_lengths(options.lengths),
+        tokenizer=tokenizer,
+    )
+
+
+def _write(screen: Console, run: Run, json_file: Path | None) -> None:
+    from kvfold.evaluation.report import write_json
+
+    if json_file is not None:
+        write_json(json_file, {"run": run.about, "metrics": run.metrics, "cost": run.cost})
+        screen.print(f"Figures: {json_file}", highlight=False, markup=False)

@@ -1,0 +1,122 @@
+"""What each subject of a run costs: bytes by part and length, peak memory, and time.
+
+Bytes follow from plan and model and are the same in every run. Times and peaks are measured, in
+turns (plain, first add-on, second, ...) and so on, and differ a little each time: that is why all
+this lies in a file of its own, beside the figures of quality.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.anatomy import anatomy
+from kvfold.evaluation.configuration import describe_addon, describe_model, digest
+from kvfold.evaluation.environment import environment
+from kvfold.evaluation.memory import memory_at
+from kvfold.evaluation.report import read_json, write_json
+from kvfold.evaluation.runner import PLAIN, as_picked, check_names, layers_by_residency
+from kvfold.evaluation.speed import Speed, SpeedSettings, measure_speed
+from kvfold.runtime.attach import AddOnLike, attach
+
+COST_FILE = "cost.json"
+
+
+@dataclass(frozen=True)
+class CostSettings:
+    """lengths: token counts at which bytes are given. speed_lengths: tokens of the prompts that
+    are timed, none for no times. decode_tokens: steps timed after each. repeats: of it all.
+    """
+
+    lengths: tuple[int, ...] = (1024, 4096, 16384)
+    speed_lengths: tuple[int, ...] = (256, 1024)
+    decode_tokens: int = 16
+    repeats: int = 3
+
+
+def cost_of(
+    model: Any,
+    candidates: Mapping[str, AddOnLike],
+    settings: CostSettings,
+    *,
+    seed: int = 0,
+    on_progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Cost of every subject as plain data, the plain model's first.
+
+    seed: of the ids that prompts are made of. on_progress is told what is measured next.
+    """
+    check_names(candidates, (*settings.lengths, *settings.speed_lengths))
+    shape = anatomy(model)
+    subjects: dict[str, dict[str, Any]] = {}
+    for name, addon in {PLAIN: None, **candidates}.items():
+        resident: dict[str, int] = {}
+        if addon is not None:
+            with attach(model, addon) as attachment:
+                resident = layers_by_residency(attachment)
+        plan = None if addon is None else as_picked(addon.plan, resident)
+        memory = memory_at(plan, shape, settings.lengths)
+        subjects[name] = {
+            "addon_bytes": memory[0].addon_bytes if memory else 0,
+            "resident": resident,
+            "memory": [{**asdict(entry), **entry.derived()} for entry in memory],
+            "speed": [],
+        }
+    generator = torch.Generator().manual_seed(seed)
+    for length in settings.speed_lengths:
+        if on_progress is not None:
+            on_progress(f"speed at {length:,} tokens")
+        size = (1, length + settings.decode_tokens)
+        ids = torch.randint(shape.vocab_size, size, generator=generator)
+        for name, speed in _speeds(model, candidates, ids, length, settings).items():
+            subjects[name]["speed"].append(_timed(speed))
+    return {"settings": asdict(settings), "subjects": subjects}
+
+
+def write_cost(
+    folder: Path,
+    model: Any,
+    candidates: Mapping[str, AddOnLike],
+    settings: CostSettings,
+    *,
+    seed: int = 0,
+    on_progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """`cost_of` in a run folder's `cost.json`; what is there of the same subjects is kept."""
+    path = folder / COST_FILE
+    described = {name: describe_addon(addon) for name, addon in candidates.items()}
+    machine = environment()["machine"]
+    asked = [describe_model(model, None), described, asdict(settings), seed, machine]
+    key = digest(json.loads(json.dumps(asked)))
+    if path.exists():
+        before = read_json(path)
+        if before.get("digest") == key:
+            return before
+    made = cost_of(model, candidates, settings, seed=seed, on_progress=on_progress)
+    data = {"digest": key, "machine": machine, **made}
+    write_json(path, data)
+    return read_json(path)
+
+
+def _speeds(
+    model: Any,
+    candidates: Mapping[str, AddOnLike],
+    ids: Tensor,
+    length: int,
+    settings: CostSettings,
+) -> dict[str, Speed]:
+    chosen = SpeedSettings(
+        history=length, decode_tokens=settings.decode_tokens, repeats=settings.repeats
+    )
+    return measure_speed(model, {PLAIN: None, **candidates}, ids, chosen)
+
+
+def _timed(speed: Speed) -> dict[str, Any]:
+    """Plain data, with the seconds of the prefill."""
+    return {**asdict(speed), "prefill_seconds": speed.history / speed.prefill_tokens_per_second}

@@ -1,0 +1,203 @@
+"""Rules that a run must keep, for people's own continuous integration.
+
+    lambada.acc: {max_drop: 0.02}
+    perplexity.ppl: {max_rise: 0.03}
+    needle.acc: {min: 0.9, subjects: [my-addon]}
+
+`max_drop` and `max_rise` are from the plain model, on the same items: of an accuracy in its own
+points (0.02 is from 60% to 58%), of any other figure as a fraction of the plain model's (0.03 is
+three percent). `min` and `max` are limits of the figure itself. A metric may have several rules,
+as a list. Rules hold for all subjects but the plain model unless they name some. What can't be
+checked is an error and never passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvfold.errors import EvaluationError
+
+BOUNDS = ("max_drop", "max_rise", "min", "max")
+ROUNDING = 1e-9
+"""What a bound may be passed by: 0.60 - 0.58 is a little more than 0.02 in binary."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One bound. metric: as `task.metric`. subjects: None for all but the plain model."""
+
+    metric: str
+    bound: str
+    limit: float
+    subjects: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """A rule applied to a subject. measured: what is held against the limit."""
+
+    rule: Rule
+    subject: str
+    measured: float
+    passed: bool
+    within_noise: bool | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "metric": self.rule.metric,
+            "subject": self.subject,
+            "bound": self.rule.bound,
+            "limit": self.rule.limit,
+            "measured": self.measured,
+            "passed": self.passed,
+            "within_noise": self.within_noise,
+        }
+
+
+def read_rules(path: Path) -> tuple[Rule, ...]:
+    """Rules from a YAML or JSON file; raises `EvaluationError` saying what is wrong and where."""
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        twice = _repeated(node)
+        data = None if node is None else yaml.SafeLoader("").construct_document(node)
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"can't read the rules {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise EvaluationError(f"rules must be valid YAML or JSON; {path}: {error}") from None
+    if twice is not None:
+        raise EvaluationError(
+            f"{path}:{twice[1]}: {twice[0]!r} is there twice, and only one would count; make a "
+            "list of rules of it"
+        )
+    if not isinstance(data, dict) or not data:
+        raise EvaluationError(
+            f"rules must be a mapping such as `lambada.acc: {{max_drop: 0.02}}`, and at least one; "
+            f"{path} holds {data!r}"
+        )
+    return tuple(
+        rule
+        for metric, value in data.items()
+        for entry in _entries(path, metric, value)
+        for rule in _rules(path, metric, entry)
+    )
+
+
+def check_rules(rules: Sequence[Rule], metrics: Mapping[str, Any]) -> list[Check]:
+    """Every rule for every subject that it names.
+
+    metrics: what a run's `metrics.json` holds. Raises `EvaluationError` for a metric or subject
+    that the run hasn't, and for a rule that can't be told.
+    """
+    return [
+        _check(rule, subject, metrics) for rule in rules for subject in _subjects(rule, metrics)
+    ]
+
+
+def _entries(path: Path, metric: Any, value: Any) -> list[Any]:
+    if value == []:
+        raise EvaluationError(f"{path}: {metric}: a list of rules must have at least one")
+    return value if isinstance(value, list) else [value]
+
+
+def _rules(path: Path, metric: Any, entry: Any) -> list[Rule]:
+    where = f"{path}: {metric}"
+    if not isinstance(metric, str) or not all(metric.partition(".")):
+        raise EvaluationError(f"{where}: a metric is named as task.metric, such as lambada.acc")
+    if not isinstance(entry, dict) or not set(entry) - {"subjects"}:
+        raise EvaluationError(
+            f"{where}: a rule must be a mapping with one of {', '.join(BOUNDS)}; got {entry!r}"
+        )
+    unknown = [str(key) for key in entry if key not in (*BOUNDS, "subjects")]
+    if unknown:
+        raise EvaluationError(
+            f"{where}: a rule knows {', '.join(BOUNDS)} and subjects; got {', '.join(unknown)}"
+        )
+    subjects = entry.get("subjects")
+    if subjects is not None and not (
+        isinstance(subjects, list) and subjects and all(isinstance(s, str) for s in subjects)
+    ):
+        raise EvaluationError(f"{where}: subjects must be a list of names; got {subjects!r}")
+    named = None if subjects is None else tuple(subjects)
+    bounds = {key: limit for key, limit in entry.items() if key != "subjects"}
+    return [Rule(metric, key, _limit(where, key, limit), named) for key, limit in bounds.items()]
+
+
+def _limit(where: str, bound: str, limit: Any) -> float:
+    number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+    if not number or not math.isfinite(limit):
+        raise EvaluationError(f"{where}: {bound} must be a number; got {limit!r}")
+    if bound in ("max_drop", "max_rise") and limit < 0:
+        raise EvaluationError(f"{where}: {bound} must be at least 0; got {limit!r}")
+    return float(limit)
+
+
+def _subjects(rule: Rule, metrics: Mapping[str, Any]) -> Sequence[str]:
+    every, plain = list(metrics["subjects"]), metrics["plain"]
+    if rule.subjects is None:
+        return [name for name in every if name != plain] or [plain]
+    unknown = [name for name in rule.subjects if name not in every]
+    if unknown:
+        raise EvaluationError(
+            f"the rule for {rule.metric} names {', '.join(unknown)}; this run has "
+            f"{', '.join(every)}"
+        )
+    return rule.subjects
+
+
+def _check(rule: Rule, subject: str, metrics: Mapping[str, Any]) -> Check:
+    figure = _figure(rule.metric, subject, metrics)
+    value, difference = figure["value"], figure["difference"]
+    noise = None if difference is None else difference["within_noise"]
+    if rule.bound in ("min", "max"):
+        low, high = (rule.limit, value) if rule.bound == "min" else (value, rule.limit)
+        return Check(rule, subject, value, low <= high + ROUNDING, noise)
+    if difference is None:
+        raise EvaluationError(
+            f"{rule.metric}: {rule.bound} is from the plain model, and {subject} has no "
+            "difference from it; name other subjects, or use min and max"
+        )
+    change = difference["value"] if figure["kind"] == "accuracy" else difference["relative"]
+    if change is None:
+        raise EvaluationError(
+            f"{rule.metric}: {rule.bound} is a fraction of the plain model's figure, which is "
+            f"{_figure(rule.metric, metrics['plain'], metrics)['value']}; use min or max"
+        )
+    moved = -change if rule.bound == "max_drop" else change
+    return Check(rule, subject, moved, moved <= rule.limit + ROUNDING, noise)
+
+
+def _figure(metric: str, subject: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    task, _, name = metric.partition(".")
+    by_task = metrics["results"][subject]
+    if name not in by_task.get(task, {}):
+        known = [f"{t}.{m}" for t, found in by_task.items() for m in found]
+        raise EvaluationError(
+            f"a rule needs a metric of the run; {metric!r} is none of {subject}'s: "
+            f"{', '.join(known)}"
+        )
+    figure: dict[str, Any] = by_task[task][name]
+    return figure
+
+
+def _repeated(node: yaml.Node | None) -> tuple[str, int] | None:
+    """A key that a mapping has twice, and its line."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if str(key.value) in seen:
+                return str(key.value), key.start_mark.line + 1
+            seen.add(str(key.value))
+            if (found := _repeated(value)) is not None:
+                return found
+    if isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            if (found := _repeated(value)) is not None:
+                return found
+    return None

@@ -1,0 +1,277 @@
+"""Figures of a run, made of its answers alone: values, intervals, differences from the plain model.
+
+The same answers give the same figures to the last digit, whether the run that made them was broken
+off or not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from kvfold.errors import EvaluationError
+from kvfold.evaluation.resampling import (
+    Column,
+    Draws,
+    Values,
+    alike,
+    differing_items,
+    draws,
+    percentile_interval,
+    within_noise,
+)
+from kvfold.evaluation.runner import PLAIN
+from kvfold.evaluation.tasks.task import Answer, Task
+
+FORMAT = 1
+SUMMARY_RESAMPLES = 400
+"""Fewer than of scores, since a task's summary is made anew for each."""
+
+Kind = Literal["accuracy", "mean", "summary"]
+Better = Literal["higher", "lower"]
+Verdict = Literal["same", "within noise", "higher", "lower"]
+Interval = tuple[float, float] | None
+
+_LOWER = "ppl perplexity kl loss nll bits mse"
+_HIGHER = "acc accuracy agreement cosine match divergence consistency recall score probability"
+LOWER_IS_BETTER, HIGHER_IS_BETTER = (
+    re.compile(rf"(?:^|[^a-z])(?:{'|'.join(words.split())})(?:[^a-z]|$)")
+    for words in (_LOWER, _HIGHER)
+)
+"""Words in names of numbers; `first_divergence` is how far two texts agree."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A figure minus the plain model's, compared on the same items.
+
+    interval: 95%, from paired resamples. relative: of the plain model's, None for accuracies and
+    where that is 0. differing: items on which the two differ. verdict: `within noise` where the
+    interval holds 0 or too few items differ, `same` where none does.
+    """
+
+    value: float
+    interval: Interval
+    relative: float | None
+    differing: int
+    within_noise: bool
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One metric of one subject at one task.
+
+    kind: accuracy, of right or wrong answers; mean, of numbers; summary, of all answers at once.
+    interval: 95%. items: those that it was made of. right, count: judgements, of an accuracy.
+    better: which way is, None if it isn't known. difference: from the plain model.
+    """
+
+    kind: Kind
+    value: float
+    interval: Interval
+    items: int
+    better: Better | None
+    right: int | None = None
+    count: int | None = None
+    difference: Difference | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+Figures = dict[str, dict[str, Figure]]
+"""By subject, then by metric."""
+
+
+def task_figures(task: Task, answers: Mapping[str, Sequence[Answer]], *, seed: int) -> Figures:
+    """All figures of one task, the plain model's first.
+
+    answers: every subject's to all items, in the items' order; the plain model's are among them.
+    seed: of the resamples. Raises `EvaluationError` for scores that make no figure: not finite,
+    or of another kind than those of other items.
+    """
+    items = len(answers[PLAIN])
+    many = draws(items, seed, task.name)
+    few = draws(items, seed, task.name, SUMMARY_RESAMPLES)
+    known = {name: _series(task, name, given, many, few) for name, given in answers.items()}
+    plain = known[PLAIN]
+    return {
+        name: {
+            metric: series.figure()
+            if name == PLAIN or metric not in plain
+            else replace(series.figure(), difference=_difference(series, plain[metric]))
+            for metric, series in mine.items()
+        }
+        for name, mine in known.items()
+    }
+
+
+class _Series(Protocol):
+    """One metric of one subject."""
+
+    def figure(self) -> Figure:
+        """Its value, without a difference."""
+
+    def paired(self, plain: Any) -> tuple[float, Values, int]:
+        """Its difference from another of its class: value, (resamples,) values, items that
+        differ."""
+
+
+class _Scored:
+    """A metric that each answer has a score of."""
+
+    def __init__(self, metric: str, kind: Kind, column: Column, chosen: Draws) -> None:
+        self.metric, self.kind, self.column, self.chosen = metric, kind, column, chosen
+
+    def figure(self) -> Figure:
+        column, exact = self.column, self.kind == "accuracy"
+        return Figure(
+            kind=self.kind,
+            value=column.value,
+            interval=column.share_interval()
+            if exact
+            else percentile_interval(column.resampled(self.chosen)),
+            items=int((column.weights > 0).sum()),
+            better="higher" if exact else _better(self.metric),
+            right=int(column.sums.sum()) if exact else None,
+            count=int(column.weights.sum()) if exact else None,
+        )
+
+    def paired(self, plain: _Scored) -> tuple[float, Values, int]:
+        both = (self.column.weights > 0) & (plain.column.weights > 0)
+        if not both.any():
+            return math.nan, np.full(len(self.chosen), np.nan), 0
+        ours, theirs = (
+            Column(np.where(both, column.sums, 0.0), np.where(both, column.weights, 0.0))
+            for column in (self.column, plain.column)
+        )
+        resampled = ours.resampled(self.chosen) - theirs.resampled(self.chosen)
+        return ours.value - theirs.value, resampled, differing_items(ours, theirs)
+
+
+class _Summed:
+    """A metric that only all answers together have.
+
+    resamples: what the task's summary is of each draw of the answers.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        value: float,
+        answers: Sequence[Answer],
+        resamples: Sequence[Mapping[str, float]],
+    ) -> None:
+        self.metric, self.value, self.answers = metric, value, answers
+        self.resampled: Values = np.array([r.get(metric, math.nan) for r in resamples])
+
+    def figure(self) -> Figure:
+        return Figure(
+            kind="summary",
+            value=self.value,
+            interval=percentile_interval(self.resampled),
+            items=len(self.answers),
+            better=_better(self.metric),
+        )
+
+    def paired(self, plain: _Summed) -> tuple[float, Values, int]:
+        pairs = zip(self.answers, plain.answers, strict=True)
+        differing = sum(not alike(ours.to_dict(), theirs.to_dict()) for ours, theirs in pairs)
+        return self.value - plain.value, self.resampled - plain.resampled, differing
+
+
+def _better(metric: str) -> Better | None:
+    """What is known of numbers by their name; of most nothing is."""
+    name = metric.lower()
+    if LOWER_IS_BETTER.search(name):
+        return "lower"
+    return "higher" if HIGHER_IS_BETTER.search(name) else None
+
+
+def _difference(ours: Any, plain: Any) -> Difference | None:
+    """From the plain model; None if the two have no item or no kind of figure in common."""
+    if type(ours) is not type(plain):
+        return None
+    value, resampled, differing = ours.paired(plain)
+    if not math.isfinite(value):
+        return None
+    base = plain.figure()
+    interval = percentile_interval(resampled)
+    noise = within_noise(interval, differing)
+    verdict: Verdict = "higher" if value > 0 else "lower"
+    if noise:
+        verdict = "within noise" if differing else "same"
+    return Difference(
+        value=value,
+        interval=interval,
+        relative=value / base.value if base.kind != "accuracy" and base.value > 0 else None,
+        differing=differing,
+        within_noise=noise,
+        verdict=verdict,
+    )
+
+
+def _series(
+    task: Task, subject: str, answers: Sequence[Answer], many: Draws, few: Draws
+) -> dict[str, _Series]:
+    """Every metric of one subject, scores first."""
+    where = f"{task.name} of {subject}"
+    found: dict[str, _Series] = {}
+    for metric in dict.fromkeys(name for answer in answers for name in answer.scores):
+        kind, column = _column(metric, answers, where)
+        found[metric] = _Scored(metric, kind, column, many)
+    summary = task.summary(answers)
+    resamples = [task.summary([answers[i] for i in draw]) for draw in few] if summary else []
+    for metric, value in summary.items():
+        if metric in found:
+            raise EvaluationError(
+                f"a metric has one meaning; {task.name} has {metric!r} as a score and in its "
+                "summary; rename one"
+            )
+        if not math.isfinite(value):
+            raise _not_finite(f"{metric} in the summary of {where}", value)
+        found[metric] = _Summed(metric, float(value), answers, resamples)
+    return found
+
+
+def _column(metric: str, answers: Sequence[Answer], where: str) -> tuple[Kind, Column]:
+    """The scores of one metric; an item without it has no weight."""
+    sums, weights = np.zeros(len(answers)), np.zeros(len(answers))
+    kinds: set[Kind] = set()
+    for index, answer in enumerate(answers):
+        if metric not in answer.scores:
+            continue
+        score = answer.scores[metric]
+        if isinstance(score, bool) or not isinstance(score, (int, float)):
+            judged = [score] if isinstance(score, bool) else list(score)
+            kinds.add("accuracy")
+            sums[index], weights[index] = sum(judged), len(judged)
+        else:
+            if not math.isfinite(score):
+                raise _not_finite(f"{metric} of item {answer.item!r}, {where},", score)
+            kinds.add("mean")
+            sums[index], weights[index] = score, 1
+    if len(kinds) > 1:
+        raise EvaluationError(
+            f"all scores of a metric must be of one kind; {metric} of {where} has both right or "
+            "wrong answers and numbers; give it true and false, or numbers, for every item"
+        )
+    if not weights.any():
+        raise EvaluationError(
+            f"a metric needs at least one judgement; {metric} of {where} has only empty lists"
+        )
+    return kinds.pop(), Column(sums, weights)
+
+
+def _not_finite(what: str, value: float) -> EvaluationError:
+    return EvaluationError(
+        f"every figure must be finite; {what} is {value}; the model's activations overflow: load "
+        "it in float32 or bfloat16, or fit its add-on on more text"
+    )

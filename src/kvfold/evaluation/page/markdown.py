@@ -1,0 +1,63 @@
+"""A run as Markdown for a README: one row a subject, and where the figures come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from kvfold.evaluation.page.runs import Run
+from kvfold.evaluation.page.words import bytes_text, difference_text, interval_text, value_text
+
+
+def render_markdown(runs: Sequence[Run]) -> str:
+    """All runs, one table each."""
+    return "\n\n".join(_run(run) for run in runs) + "\n"
+
+
+def _run(run: Run) -> str:
+    sizes = run.sizes()
+    headings = ["", *(["stored", "smaller"] if sizes else [])]
+    headings += [f"{_escaped(task)}: {_escaped(metric)}" for task, metric in run.headlines()]
+    rows = [headings, ["---", *["--:"] * (len(headings) - 1)]]
+    for name in run.subjects:
+        row = [_escaped(name)]
+        if sizes:
+            stored = sizes[1][name]
+            row += [bytes_text(stored), f"{sizes[1][run.plain] / max(1, stored):.2f}x"]
+        for task, metric in run.headlines():
+            figure = run.figures(task, metric)[name]
+            parts = [value_text(figure), f"[{interval_text(figure)}]", difference_text(figure)]
+            row.append("<br>".join(_escaped(part) for part in parts if part not in ("", "[]")))
+        rows.append(row)
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"### {_escaped(run.title)}\n\n{table}\n\n{_source(run, sizes[0] if sizes else None)}"
+
+
+def _source(run: Run, tokens: int | None) -> str:
+    """How the figures were made, as a paragraph."""
+    counts = ", ".join(
+        f"{_escaped(task)} {about['items']:,}" for task, about in run.metrics["tasks"].items()
+    )
+    machine = run.about.get("machine", {})
+    where = [
+        f"Items: {counts}",
+        "in brackets: 95% intervals",
+        "differences are from the plain model on the same items",
+        *([f"stored: bytes of one row at {tokens:,} tokens in bfloat16"] if tokens else []),
+        f"seed {run.metrics['seed']}",
+        f"commit `{_code(run.about.get('commit'))}`",
+        f"{_escaped(str(machine.get('gpu') or machine.get('cpu')))}, {machine.get('cores')} cores",
+        f"`{_code(run.about.get('command'))}`",
+    ]
+    return "; ".join(where) + "."
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown and HTML leave as it is, within a cell."""
+    flat = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_{}\[\]|#])", r"\\\1", flat)
+
+
+def _code(text: object) -> str:
+    """Text for a code span in a line."""
+    return " ".join(str(text).split()).replace("`", "'")

@@ -1,0 +1,36 @@
+"""`run.json`: what a run was asked for, and by which machine, versions and commit it was answered.
+
+A run that is broken off and goes on, maybe under another commit, keeps a line of each start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvfold.evaluation.configuration import digest
+from kvfold.evaluation.environment import environment
+from kvfold.evaluation.report import read_json, write_json
+
+RUN_FILE = "run.json"
+
+
+def write_run_file(
+    folder: Path,
+    config: Mapping[str, Any],
+    model: Mapping[str, Any],
+    tasks: Mapping[str, Any],
+    subjects: Sequence[str],
+    seed: int,
+) -> None:
+    """Write `run.json`, with the earlier starts of a run of the same configuration."""
+    path = folder / RUN_FILE
+    asked = {"seed": seed, "subjects": list(subjects), "model": dict(model), "tasks": dict(tasks)}
+    key = digest(asked)
+    here = environment()
+    before = read_json(path) if path.exists() else {}
+    starts = before.get("starts", []) if before.get("digest") == key else []
+    started = {"command": here["command"], "commit": here["commit"], "machine": here["machine"]}
+    data = {**here, "digest": key, "config": dict(config), **asked}
+    write_json(path, {**data, "starts": [*starts, started]})

@@ -1,0 +1,69 @@
+"""Which tasks there are, by the name that the command line knows; nothing is imported until used.
+
+A maker is named by module and attribute. It takes `TaskSettings` and returns the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
+
+from kvfold.errors import EvaluationError
+from kvfold.evaluation.tasks.settings import TaskSettings
+from kvfold.evaluation.tasks.task import Task
+
+Maker = Callable[[TaskSettings], Task]
+
+_HERE = "kvfold.evaluation.tasks"
+MAKERS: Mapping[str, str] = MappingProxyType(
+    {
+        "perplexity": f"{_HERE}.perplexity:make",
+        "lambada": f"{_HERE}.lambada:lambada",
+        "gsm8k": f"{_HERE}.gsm8k:gsm8k",
+        "ifeval": f"{_HERE}.ifeval:ifeval",
+        "needle": f"{_HERE}.needle:make",
+        "ruler": f"{_HERE}.ruler:make",
+        "ruler-file": f"{_HERE}.ruler:make_from_file",
+        "recall": f"{_HERE}.recall:make",
+        "turns": f"{_HERE}.turns:make",
+        "fidelity": f"{_HERE}.fidelity:make",
+    }
+)
+
+
+def task_names() -> tuple[str, ...]:
+    """Every task's name, in the order in which help and errors list them."""
+    return tuple(MAKERS)
+
+
+def make_task(name: str, settings: TaskSettings) -> Task:
+    """The task of that name; raises `EvaluationError`, which lists all, if there is none.
+
+    What the task needs but can't find (data, an optional dependency) is its own error.
+    """
+    check_known([name])
+    module, attribute = MAKERS[name].split(":")
+    maker: Maker = getattr(import_module(module), attribute)
+    return maker(settings)
+
+
+def make_tasks(names: Sequence[str], settings: TaskSettings) -> list[Task]:
+    """All of these tasks, in order; names are checked before any task reads its data."""
+    check_known(names)
+    return [make_task(name, settings) for name in names]
+
+
+def check_known(names: Sequence[str]) -> None:
+    """Raise `EvaluationError` for no name, an unknown one, or one that is there twice."""
+    known = ", ".join(MAKERS) or "none"
+    if not names:
+        raise EvaluationError(f"at least one task must be named, of {known}; got none")
+    for name in names:
+        if name not in MAKERS:
+            raise EvaluationError(f"a task must be one of {known}; got {name!r}; name one of those")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise EvaluationError(
+            f"each task runs once; got {', '.join(twice)} more than once; name it once"
+        )

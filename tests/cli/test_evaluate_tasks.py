@@ -1,0 +1,168 @@
+"""`kvfold evaluate --tasks`, `kvfold report` and the gate, from end to end on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from kvfold.cli.evaluate_tasks import TASKS
+from kvfold.evaluation.tasks import registry
+from kvfold.evaluation.tasks.registry import MAKERS
+
+from ..evaluation.suite_tasks import NextTokenTask
+
+
+@pytest.fixture(scope="module")
+def made_tasks():
+    """Settings of every task that was made."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def evaluate(kvfold, tiny_folder, addon_folder, made_tasks):
+    """`evaluate(...)` with two small tasks in the registry's place."""
+    patch = pytest.MonkeyPatch()
+
+    def maker(name):
+        def make(settings):
+            made_tasks.append(settings)
+            return NextTokenTask(name, items=settings.limit or 8, seed=settings.seed)
+
+        return make
+
+    module = SimpleNamespace(even=maker("even"), needle=maker("needle"))
+    patch.setitem(sys.modules, "some_tasks", module)
+    patch.setattr(registry, "MAKERS", {n: f"some_tasks:{n}" for n in ("even", "needle")})
+
+    def run(*more, addons=(addon_folder,), tasks="even,needle"):
+        chosen = [part for addon in addons for part in ("--addon", addon)]
+        return kvfold("evaluate", tiny_folder, *chosen, "--tasks", tasks, "--keep-window", 4, *more)
+
+    yield run
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def finished(evaluate, tmp_path_factory):
+    """A run with cost, what it printed, and its JSON."""
+    folder = tmp_path_factory.mktemp("results") / "run"
+    done = evaluate(
+        "--out", folder, "--lengths", "64,1k", "--speed-lengths", "16", "--json",
+        folder.with_name("all.json"),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    return folder, done
+
+
+def flat(done):
+    return " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_run_is_answered_shown_and_written(finished, made_tasks):
+    folder, done = finished
+    data = json.loads(folder.with_name("all.json").read_text())
+    assert data["metrics"] == json.loads((folder / "metrics.json").read_text())
+    assert data["cost"] == json.loads((folder / "cost.json").read_text())
+    assert data["metrics"]["subjects"] == ["no compression", "my-addon"]
+    assert data["run"]["config"]["tasks"] == ["even", "needle"]
+    assert data["run"]["config"]["plan_changes"] == {"window": 4}
+    assert made_tasks[0].lengths == (64, 1024)
+    assert made_tasks[0].tokenizer is not None
+    assert [m["tokens"] for m in data["cost"]["subjects"]["my-addon"]["memory"]] == [64, 1024]
+    assert [s["history"] for s in data["cost"]["subjects"]["my-addon"]["speed"]] == [16]
+    value = data["metrics"]["results"]["my-addon"]["even"]["acc"]["value"]
+    assert f"my-addon {100 * value:.1f}%" in flat(done)
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100
+
+
+def test_the_same_command_again_keeps_every_answer(evaluate, finished):
+    folder, _ = finished
+    before = {n: (folder / n).read_bytes() for n in ("metrics.json", "cost.json")}
+    done = evaluate("--out", folder, "--lengths", "64,1k", "--speed-lengths", "16")
+    assert done.exit_code == 0, done.output
+    assert flat(done).count("none is asked for again") == 4
+    assert {n: (folder / n).read_bytes() for n in before} == before
+
+
+def test_a_report_is_made_as_page_markdown_and_tables(kvfold, finished, tmp_path):
+    folder, _ = finished
+    page, table = tmp_path / "report.html", tmp_path / "table.md"
+    done = kvfold("report", folder, "--out", page, "--markdown", table)
+    assert done.exit_code == 0, done.output
+    assert page.read_text().startswith("<!doctype html>")
+    assert "| my-addon |" in table.read_text()
+    shown = kvfold("report", folder, folder)
+    assert shown.exit_code == 0
+    assert flat(shown).count("even.acc no compression") == 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "status", "words"),
+    [
+        ("even.acc: {max_drop: 1}", 0, "All 1 rules are kept"),
+        ("even.ppl: {max_rise: 100}\nneedle.acc: {min: 0}", 0, "All 2 rules are kept"),
+        ("even.acc: {max: -1}", 1, "even.acc max my-addon"),
+        ("even.accuracy: {min: 0}", 2, "none of my-addon's: even.acc"),
+        ("even.acc: {mim: 0}", 2, "got mim"),
+    ],
+)
+def test_the_gate_ends_with_a_status(kvfold, finished, tmp_path, rule, status, words):
+    (tmp_path / "rule.yaml").write_text(rule)
+    done = kvfold("report", finished[0], "--fail-under", tmp_path / "rule.yaml")
+    assert done.exit_code == status, done.output
+    assert words in flat(done)
+    assert "Traceback" not in done.output
+
+
+def test_evaluate_itself_can_fail_a_build_and_needs_no_addon(evaluate, tmp_path):
+    rule = tmp_path / "rule.yaml"
+    rule.write_text("even.acc: {min: 2}")
+    done = evaluate(
+        "--out", tmp_path / "run", "--no-speed", "--limit", 3, "--fail-under", rule,
+        addons=(), tasks="even",
+    )  # fmt: skip
+    assert done.exit_code == 1, done.output
+    assert "1 of 1 rules are not kept" in flat(done)
+    cost = json.loads((tmp_path / "run/cost.json").read_text())
+    assert cost["subjects"]["no compression"]["speed"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "tasks", "words"),
+    [
+        ((), "even", "--out"),
+        (("--out", "{}"), "evn", "one of even, needle; got 'evn'"),
+        (("--out", "{}"), ",", "at least one task"),
+        (("--out", "{}", "--fraction", 0), "even", "above 0"),
+        (("--out", "{}", "--window", 64), "even", "--window"),
+        (("--out", "{}", "--plot", "p.svg"), "even", "--plot"),
+        (("--out", "{}", "--data", "no-such-folder"), "even", "no-such-folder"),
+        (("--out", "{}", "--fail-under", "none.yaml"), "even", "none.yaml"),
+        (("--out", "{}", "--speed-lengths", "many"), "even", "token counts"),
+    ],
+)
+def test_bad_options_are_explained(evaluate, tmp_path, options, tasks, words):
+    done = evaluate(*(str(o).format(tmp_path / "run") for o in options), tasks=tasks)
+    assert done.exit_code == 2
+    assert words in flat(done)
+    assert "Traceback" not in done.output
+    assert not (tmp_path / "run" / "metrics.json").exists()
+
+
+def test_options_of_a_run_are_refused_without_tasks(kvfold, tiny_folder, addon_folder):
+    done = kvfold("evaluate", tiny_folder, "--addon", addon_folder, "--limit", 3)
+    assert done.exit_code == 2
+    assert "--limit belongs to --tasks" in flat(done)
+
+
+def test_a_folder_that_is_no_run_is_named(kvfold, tmp_path):
+    done = kvfold("report", tmp_path)
+    assert done.exit_code == 2
+    assert "metrics.json" in flat(done)
+
+
+def test_help_names_every_task():
+    assert TASKS.split(", ") == list(MAKERS)

@@ -1,0 +1,172 @@
+"""Figures are made of answers alone, with intervals, and say when a difference is noise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfold.errors import EvaluationError
+from kvfold.evaluation.metrics import task_figures
+from kvfold.evaluation.resampling import Column, draws, percentile_interval, within_noise
+from kvfold.evaluation.runner import PLAIN
+from kvfold.evaluation.share import Share, wilson
+
+from .suite_tasks import StatedTask
+
+
+def figures(plain, other, seed=0, summary=None):
+    task = StatedTask({PLAIN: plain, "a": other})
+    if summary is not None:
+        task.summary = summary
+    return task_figures(task, task.all_answers(), seed=seed)
+
+
+def right(*answers):
+    return [{"acc": bool(answer)} for answer in answers]
+
+
+def test_an_accuracy_has_the_interval_of_wilson():
+    made = figures(right(1, 1, 0, 1), right(1, 0, 0, 1))
+    plain = made[PLAIN]["acc"]
+    assert (plain.kind, plain.value, plain.right, plain.count) == ("accuracy", 0.75, 3, 4)
+    assert plain.interval == pytest.approx(Share(3, 4).interval)
+    assert plain.difference is None
+    assert made["a"]["acc"].difference.value == pytest.approx(-0.25)
+
+
+def test_equal_answers_are_called_the_same_and_within_noise():
+    difference = figures(right(*[1, 0] * 20), right(*[1, 0] * 20))["a"]["acc"].difference
+    assert (difference.value, difference.interval, difference.differing) == (0, (0, 0), 0)
+    assert difference.within_noise
+    assert difference.verdict == "same"
+
+
+@pytest.mark.parametrize(
+    ("fallen", "verdict"), [(0, "same"), (5, "within noise"), (6, "lower"), (30, "lower")]
+)
+def test_a_fall_is_real_only_if_enough_items_fell(fallen, verdict):
+    made = figures(right(*[1] * 40), right(*[0] * fallen, *[1] * (40 - fallen)))
+    assert made["a"]["acc"].difference.verdict == verdict
+
+
+def test_as_many_rises_as_falls_are_noise():
+    made = figures(right(*[1, 0] * 10), right(*[0, 1] * 10))
+    assert made["a"]["acc"].difference.verdict == "within noise"
+
+
+def test_pairing_finds_a_small_steady_difference_between_items_that_vary_much():
+    generator = np.random.default_rng(1)
+    base = generator.normal(10, 5, 50)
+    plain = [{"loss": float(x)} for x in base]
+    other = [
+        {"loss": float(x + 0.1 + 0.05 * y)}
+        for x, y in zip(base, generator.normal(size=50), strict=True)
+    ]
+    made = figures(plain, other)
+    difference = made["a"]["loss"].difference
+    assert difference.verdict == "higher"
+    low, high = difference.interval
+    assert low <= 0.1 <= high and high - low < 0.1
+    assert difference.relative == pytest.approx(difference.value / made[PLAIN]["loss"].value)
+    assert made[PLAIN]["loss"].better == "lower"
+
+
+def test_judgements_of_one_item_count_apart_in_value_and_together_in_the_interval():
+    clustered = [{"acc": [True] * 10} if n % 2 else {"acc": [False] * 10} for n in range(10)]
+    figure = figures(clustered, clustered)[PLAIN]["acc"]
+    assert (figure.value, figure.right, figure.count, figure.items) == (0.5, 50, 100, 10)
+    assert figure.interval[1] - figure.interval[0] > 1.5 * np.ptp(Share(50, 100).interval)
+    mixed = [{"acc": [True, False] * 5} for _ in range(10)]
+    assert figures(mixed, mixed)[PLAIN]["acc"].interval == pytest.approx(Share(50, 100).interval)
+
+
+def test_if_every_judgement_is_right_only_items_count():
+    every = [{"acc": [True] * 10} for _ in range(4)]
+    assert figures(every, every)[PLAIN]["acc"].interval == pytest.approx(wilson(1.0, 4))
+
+
+def test_items_without_a_metric_are_left_out_of_it():
+    plain = [{"a": True, "b": 1.0}, {"a": False}, {"b": 3.0, "a": True}]
+    made = figures(plain, plain)[PLAIN]
+    assert (made["a"].items, made["b"].items, made["b"].value) == (3, 2, 2.0)
+
+
+def test_a_difference_is_between_the_items_that_both_have():
+    made = figures([{"x": 1.0}, {"x": 9.0}, {"y": 1.0}], [{"x": 2.0}, {"y": 1.0}, {"x": 7.0}])
+    assert made["a"]["x"].difference.value == pytest.approx(1.0)
+    assert made["a"]["y"].difference is None
+
+
+def test_a_summary_is_resampled_with_its_answers():
+    plain = [{"loss": 1 + n / 50} for n in range(20)]
+    other = [{"loss": 1.2 + n / 50} for n in range(20)]
+
+    def perplexity(answers):
+        losses = [answer.scores["loss"] for answer in answers]
+        return {"ppl": math.exp(sum(losses) / len(losses))}
+
+    figure = figures(plain, other, summary=perplexity)["a"]["ppl"]
+    assert (figure.kind, figure.better) == ("summary", "lower")
+    assert figure.interval[0] < figure.value < figure.interval[1]
+    assert figure.difference.verdict == "higher"
+    assert figure.difference.relative == pytest.approx(math.exp(0.2) - 1)
+
+
+def test_rounding_is_no_difference():
+    plain = [{"loss": 2.0 + n} for n in range(20)]
+    other = [{"loss": 2.0 + n + 1e-7} for n in range(20)]
+    made = figures(plain, other, summary=lambda answers: {"n": float(len(answers))})
+    assert made["a"]["loss"].difference.verdict == "same"
+    assert made["a"]["n"].difference.verdict == "same"
+
+
+def test_a_figure_of_zero_has_no_relative_difference():
+    assert figures([{"kl": 0.0}], [{"kl": 1.0}])["a"]["kl"].difference.relative is None
+
+
+def test_intervals_follow_from_seed_and_answers_alone():
+    plain, other = [{"x": float(n)} for n in range(9)], [{"x": float(n**2)} for n in range(9)]
+    assert figures(plain, other) == figures(plain, other)
+    assert figures(plain, other)["a"]["x"].interval != figures(plain, other, 1)["a"]["x"].interval
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        ([{"x": math.inf}], r"x of item '0', stated of no compression, is inf"),
+        ([{"x": True}, {"x": 0.5}], "one kind"),
+        ([{"x": []}], "empty lists"),
+    ],
+)
+def test_scores_that_make_no_figure_are_refused(scores, words):
+    with pytest.raises(EvaluationError, match=words):
+        figures(scores, scores)
+
+
+def test_a_score_and_a_summary_can_not_share_a_name():
+    with pytest.raises(EvaluationError, match="rename one"):
+        figures(right(1), right(1), summary=lambda _: {"acc": 1.0})
+    with pytest.raises(EvaluationError, match="ppl in the summary of stated"):
+        figures(right(1), right(1), summary=lambda _: {"ppl": math.nan})
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=20))
+def test_intervals_of_shares_hold_their_share(judged):
+    sums = np.array([sum(item) for item in judged], dtype=float)
+    weights = np.array([len(item) for item in judged], dtype=float)
+    column = Column(sums, weights)
+    low, high = column.share_interval()
+    assert 0 <= low <= column.value + 1e-12
+    assert column.value - 1e-12 <= high <= 1
+
+
+def test_too_few_known_resamples_make_no_interval():
+    assert percentile_interval([1.0, math.nan, math.nan]) is None
+    assert percentile_interval([1.0, 1.0, math.nan]) == (1.0, 1.0)
+    assert within_noise(None, 100)
+    assert draws(5, 0, "x", 7).shape == (7, 5)
