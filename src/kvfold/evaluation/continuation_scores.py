@@ -114,8 +114,12 @@ class _Batch(NamedTuple):
             prompts.append([0] * pads + list(prompt))
             mask.append([0] * pads + [1] * len(prompt))
             continuations.append(list(continuation) + [0] * (longest - len(continuation)))
-        made = (torch.tensor(rows, device=device) for rows in (prompts, mask, continuations))
-        return cls(*made, lengths=[len(continuation) for _, continuation in pairs])
+        return cls(
+            torch.tensor(prompts, device=device),
+            torch.tensor(mask, device=device),
+            torch.tensor(continuations, device=device),
+            [len(continuation) for _, continuation in pairs],
+        )
 
 
 def _positions(mask: Tensor) -> Tensor:

@@ -129,9 +129,7 @@ def test_settings_that_fold_nothing_answer_as_the_plain_model(
 ):
     task = made(name, settings)
     plan = preset("identity", anatomy(model)).replace(anchors=2, window=400)
-    plain, same = (
-        answered(task, model, words, addon) for addon in (None, bare_addon(model, plan))
-    )
+    plain, same = (answered(task, model, words, addon) for addon in (None, bare_addon(model, plan)))
     for one, other in zip(plain, same, strict=True):
         if name == "lambada":
             pair = [answer["scores"].pop("log_probability") for answer in (one, other)]
@@ -206,9 +204,7 @@ INSTRUCTED = {"key": 7, "prompt": "write", "instruction_id_list": ["punctuation:
 
 
 @pytest.mark.parametrize(("name", "file", "record", "match"), BAD)
-def test_a_bad_record_is_refused_by_its_line_before_any_model_runs(
-    data, name, file, record, match
-):
+def test_a_bad_record_is_refused_by_its_line_before_any_model_runs(data, name, file, record, match):
     path = data / file
     with path.open("a") as lines:
         lines.write("\n" + json.dumps(record))
@@ -228,9 +224,7 @@ def test_a_bad_record_is_refused_by_its_line_before_any_model_runs(
         ({"kwargs": [{"num_words": 4}]}, "that the scorer knows"),
     ],
 )
-def test_instructions_that_the_scorer_can_not_judge_are_refused_by_their_line(
-    data, changes, match
-):
+def test_instructions_that_the_scorer_can_not_judge_are_refused_by_their_line(data, changes, match):
     path = data / "ifeval/input_data.jsonl"
     with path.open("a") as lines:
         lines.write(json.dumps({**INSTRUCTED, **changes}) + "\n")
@@ -241,9 +235,9 @@ def test_instructions_that_the_scorer_can_not_judge_are_refused_by_their_line(
 def test_too_few_examples_and_a_missing_folder_are_refused(data):
     path = data / "gsm8k/train.jsonl"
     path.write_text(path.read_text().splitlines()[0])
-    with pytest.raises(EvaluationError, match="at least 5 records, .* got 1"):
+    with pytest.raises(EvaluationError, match=r"at least 5 records, .* got 1"):
         gsm8k(TaskSettings(data))
-    with pytest.raises(EvaluationError, match="reads gsm8k/train.jsonl of a data folder"):
+    with pytest.raises(EvaluationError, match=r"reads gsm8k/train\.jsonl of a data folder"):
         gsm8k(TaskSettings(None))
 
 

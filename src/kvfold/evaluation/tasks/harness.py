@@ -137,9 +137,7 @@ class HarnessTask:
         """What lm-eval's requests and scorers make of the model on these items."""
         from kvfold.evaluation.tasks.harness_model import KvfoldLM
 
-        model = KvfoldLM(
-            subject.model, tokenizer=subject.tokenizer, batch_size=self.chosen.batch
-        )
+        model = KvfoldLM(subject.model, tokenizer=subject.tokenizer, batch_size=self.chosen.batch)
         requests = [
             self.harness.construct_requests(
                 doc=item["doc"], ctx=item["prompt"], metadata=(self.task, int(item["id"]), 1)
@@ -153,8 +151,9 @@ class HarnessTask:
             return self._judged(items, requests)
 
     def _judged(self, items: Sequence[Item], requests: list[Any]) -> list[Answer]:
+        # The harness has no other way to filter answers than as those of all its requests.
         part = copy.copy(self.harness)
-        part._instances = requests  # noqa: SLF001 - the harness has no other way to set them
+        part._instances = requests
         part.apply_filters()
         return [
             Answer(item["id"], self._said(request), self._scores(request))

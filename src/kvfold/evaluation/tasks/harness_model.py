@@ -6,12 +6,13 @@ see what decoding sees (prefill: skip, or prefill_attention: exact), the context
 the plan says and the continuation scored on the cache that it leaves.
 
 lm-eval looks models up in a registry that only imports fill, so this module must be imported
-first: `kvfold lm-eval` does that and hands all else on to lm-eval's own command line.
+first: `kvfold lm-eval` does, and hands all else on to lm-eval's own command line.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,7 +141,7 @@ class KvfoldLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
                 dtype=self.softmax_dtype,
             )
             for n, score in zip(chosen, scores, strict=True):
-                answers[n] = tuple(score)
+                answers[n] = (score.log_probability, score.greedy)
                 if requests[n][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[n][0], answers[n])
         return [answers[n] for n in range(len(requests))]
@@ -151,6 +152,18 @@ class KvfoldLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
         """Context and continuation, the first cut from its left to what the model can hold."""
         room = int(self.max_length) + 1 - len(continuation)
         return context[-max(room, 1) :], continuation
+
+
+def command_line(arguments: Sequence[str]) -> None:
+    """Run lm-eval's own command line, which knows the model now; it may exit."""
+    from lm_eval.__main__ import cli_evaluate
+
+    before = sys.argv
+    sys.argv = ["lm-eval", *arguments]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
 
 
 def _check_options(options: dict[str, Any], changes: dict[str, Any], addon: str | None) -> None:
@@ -168,8 +181,10 @@ def _check_options(options: dict[str, Any], changes: dict[str, Any], addon: str 
 
 
 def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    if name is None or name == "auto" or isinstance(name, torch.dtype):
-        return None if name == "auto" else name
+    if name is None or name == "auto":
+        return None
+    if isinstance(name, torch.dtype):
+        return name
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise EvaluationError(f"dtype must be float32, bfloat16 or float16; got {name!r}")

@@ -1,4 +1,4 @@
-"""IFEval through lm-eval's `ifeval`: instructions whose following can be checked (Zhou et al. 2023).
+"""IFEval through lm-eval's `ifeval`: instructions that can be checked (Zhou et al. 2023).
 
 Four scores: whether all instructions of a prompt were followed, or each of them, judged strictly
 or loosely (also right if it is with the first or last line, or asterisks, left out).
