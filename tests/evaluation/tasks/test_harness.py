@@ -98,7 +98,7 @@ def of_the_harness(name, data, tmp_path, model, tokenizer, **options):
 
 @pytest.mark.parametrize("options", [{}, {"chat_template": True}], ids=["text", "chat"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_plain_model_scores_as_the_harnesss_own(
+def test_the_plain_model_scores_as_the_harness_has_it(
     settings, data, tmp_path, model, words, name, options
 ):
     task = made(name, TaskSettings(data, batch=2, tokenizer=words), **options)
@@ -261,3 +261,21 @@ def test_the_scorer_judges_alike_every_time_and_leaves_chance_as_it_was():
     assert len(found) == 1
     assert random.random() == expected
     assert DetectorFactory.seed is None
+
+
+def test_smollm2_scores_lambada_as_lm_evals_own_model(smollm2, data_folder):
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer = smollm2
+    task = lambada(TaskSettings(data_folder, limit=3, batch=1))
+    answers = answered(task, model, tokenizer)
+    requests = [
+        task.harness.construct_requests(
+            doc=item["doc"], ctx=item["prompt"], metadata=("lambada_openai", n, 1)
+        )
+        for n, item in enumerate(task.items())
+    ]
+    own = HFLM(model, tokenizer=tokenizer, batch_size=1).loglikelihood(requests)
+    said = [(answer["said"]["log_probability"], answer["said"]["greedy"]) for answer in answers]
+    assert said == own
+    assert answers[1]["said"]["target"] == f" {task.items()[1]['doc']['text'].split(' ')[-1]}"
