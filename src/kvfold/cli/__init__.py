@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from kvfold import __version__
 from kvfold.errors import KvfoldError
 
-SUBCOMMANDS = ("inspect", "fit", "evaluate", "report", "sweep", "generate", "demo")
+SUBCOMMANDS = ("inspect", "fit", "evaluate", "report", "sweep", "generate", "demo", "lm_eval")
 FAILURE = 2
 
 

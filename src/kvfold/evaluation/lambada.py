@@ -6,14 +6,13 @@ with the space before it, after the rest of the passage.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvfold.errors import EvaluationError
+from kvfold.evaluation.records import Record, read_records
 from kvfold.evaluation.share import Share
 
 
@@ -22,32 +21,22 @@ def read_passages(path: str | Path, count: int | None = None) -> list[str]:
 
     Raises `EvaluationError`, naming the line, for one that is no such object or has no two words.
     """
-    passages: list[str] = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if count is not None and len(passages) >= count:
-                    break
-                if line.strip():
-                    passages.append(_passage(line, f"{path}:{number}"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise EvaluationError(f"LAMBADA must be a JSON-lines file in UTF-8; {error}") from None
-    if not passages:
-        raise EvaluationError(f"LAMBADA must have at least one passage; {path} has none")
-    return passages
+    return [str(record.data["text"]) for record in read_passage_records(path, count)]
 
 
-def _passage(line: str, where: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-        words = text.split()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EvaluationError(
-            f"{where} must be a JSON object with a text ({type(error).__name__}: {error})"
-        ) from None
-    if len(words) < 2:
-        raise EvaluationError(f"{where} must have a passage of at least two words; got {text!r}")
-    return str(text)
+def read_passage_records(path: str | Path, count: int | None = None) -> list[Record]:
+    """The same, with the line that each comes from."""
+    return read_records(
+        path, {"text": str}, what="passage", count=count, complaint=_lacks_a_last_word
+    )
+
+
+def _lacks_a_last_word(record: Mapping[str, Any]) -> str | None:
+    text = str(record["text"])
+    before, space, last = text.rpartition(" ")
+    if space and before.strip() and last.strip():
+        return None
+    return f"must have a passage of at least two words, the last after a space; got {text!r}"
 
 
 @torch.no_grad()

@@ -92,6 +92,12 @@ def attach(
     return Attachment(model, addon, plan or addon.plan, prompt_logits)
 
 
+def attachment_of(model: Any) -> Attachment | None:
+    """What is attached to a model, None for a plain one."""
+    found: Attachment | None = getattr(text_decoder(model).forward, ATTACHMENT_MARK, None)
+    return found
+
+
 class Attachment:
     """An add-on on a model. Use as a context manager, or call `detach`."""
 

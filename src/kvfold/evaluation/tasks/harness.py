@@ -1,0 +1,252 @@
+"""Tasks of lm-eval as tasks of the suite: on local files, otherwise the harness's own to the last.
+
+Prompts, few-shot examples, filters and scores are what lm-eval's task of that name makes of the
+records; only where the records come from is ours. The first items of a file are taken for a
+fraction or a limit, as `lm_eval --limit` does, so that its figures are on the same items. Rows
+that are padded together may round differently from single ones, so a run with batch=1 is the one
+that equals lm-eval's default to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvfold.errors import EvaluationError, MissingExtraError
+from kvfold.evaluation.records import Record, file_digest
+from kvfold.evaluation.tasks.settings import TaskSettings
+from kvfold.evaluation.tasks.task import Answer, Item, Subject
+
+Splits = Mapping[str, Sequence[Record]]
+"""Records by the split of the harness's task that they are."""
+
+LOG_PROBABILITY = "perplexity"
+"""What the harness calls a log-probability that it later makes a perplexity of."""
+
+
+@dataclass(frozen=True)
+class HarnessTask:
+    """One task of lm-eval on local records.
+
+    name: as on the command line. task: what lm-eval calls it, in the folder of its tasks `folder`.
+    splits: checked records. files: where they came from, by name. chunk: items answered together.
+    chat_template: wrap prompts as lm-eval does with --apply_chat_template; needs a tokenizer in the
+    settings. max_gen_toks: most new tokens of an answer, the task's own by default. scoring: what
+    to hold while answers are scored.
+    """
+
+    name: str
+    task: str
+    folder: str
+    splits: Splits
+    files: Mapping[str, Path]
+    chosen: TaskSettings
+    chunk: int
+    chat_template: bool = False
+    max_gen_toks: int | None = None
+    scoring: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+
+    def __post_init__(self) -> None:
+        if self.chat_template and getattr(self.chosen.tokenizer, "chat_template", None) is None:
+            raise EvaluationError(
+                f"the task {self.name} with a chat template needs a tokenizer that has one; got "
+                f"{type(self.chosen.tokenizer).__name__}; leave the chat template out"
+            )
+        if self.max_gen_toks is not None and self.max_gen_toks < 1:
+            raise EvaluationError(f"max_gen_toks must be at least 1; got {self.max_gen_toks}")
+        shots, examples = self.harness.config.num_fewshot or 0, self.splits.get("train", ())
+        if shots > len(examples):
+            raise EvaluationError(
+                f"{self.files['train']} must have at least {shots} records, which {self.name} "
+                f"draws examples from; got {len(examples)}"
+            )
+
+    @cached_property
+    def harness(self) -> Any:
+        """lm-eval's own task, with our records in it."""
+        import lm_eval.tasks
+
+        changes: dict[str, Any] = {"task": self.task, "custom_dataset": self._dataset}
+        folder = Path(lm_eval.tasks.__file__).parent / self.folder
+        with _quiet():
+            manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
+            found = manager.load({"group": self.name, "task": [changes]})["tasks"][self.task]
+        if self.max_gen_toks is not None:
+            found.set_config("generation_kwargs", {"max_gen_toks": self.max_gen_toks}, update=True)
+        return found
+
+    def settings(self) -> Mapping[str, Any]:
+        """What items, prompts and scores depend on, with digests of the data files."""
+        import lm_eval
+        from lm_eval.defaults import DEFAULT_OTHER_SEED
+
+        template = self.chosen.tokenizer.chat_template if self.chat_template else None
+        return {
+            "harness": f"lm-eval {lm_eval.__version__}",
+            "task": self.task,
+            "version": self.harness.VERSION,
+            "shots": self.harness.config.num_fewshot or 0,
+            "shots_seed": DEFAULT_OTHER_SEED,
+            "generation": _plain(self.harness.config.generation_kwargs),
+            "chat_template": None if template is None else _digest(repr(template)),
+            "files": {name: file_digest(path) for name, path in self.files.items()},
+            "items": self._count,
+            "batch": self.chosen.batch,
+        }
+
+    @property
+    def _count(self) -> int:
+        """How many items: the first, as `lm_eval --limit` counts them."""
+        total = len(self.splits[self.harness.config.test_split])
+        share = math.ceil(total * self.chosen.fraction)
+        return min(total, share, total if self.chosen.limit is None else self.chosen.limit)
+
+    def items(self) -> Sequence[Item]:
+        """Prompts with their records. Examples in them depend on an item's place, as in lm-eval."""
+        return self._items
+
+    @cached_property
+    def _items(self) -> tuple[Item, ...]:
+        from lm_eval.defaults import DEFAULT_OTHER_SEED
+
+        self.harness.set_fewshot_seed(DEFAULT_OTHER_SEED)
+        # The harness shows a progress bar that can't be turned off.
+        with _quiet(), redirect_stderr(io.StringIO()):
+            self.harness.build_all_requests(
+                limit=self._count,
+                apply_chat_template=self.chat_template,
+                fewshot_as_multiturn=self.chat_template,
+                chat_template=self._in_chat_template if self.chat_template else None,
+            )
+        return tuple(
+            {"id": str(made.doc_id), "prompt": made.args[0], "doc": _plain(made.doc)}
+            for made in self.harness.instances
+        )
+
+    def answers(self, subject: Subject, items: Sequence[Item]) -> Sequence[Answer]:
+        """What lm-eval's requests and scorers make of the model on these items."""
+        from kvfold.evaluation.tasks.harness_model import KvfoldLM
+
+        model = KvfoldLM(subject.model, tokenizer=subject.tokenizer, batch_size=self.chosen.batch)
+        requests = [
+            self.harness.construct_requests(
+                doc=item["doc"], ctx=item["prompt"], metadata=(self.task, int(item["id"]), 1)
+            )
+            for item in items
+        ]
+        ask = getattr(model, self.harness.OUTPUT_TYPE)
+        for request, said in zip(requests, ask(requests, disable_tqdm=True), strict=True):
+            request.resps.append(said)
+        with self.scoring():
+            return self._judged(items, requests)
+
+    def _judged(self, items: Sequence[Item], requests: list[Any]) -> list[Answer]:
+        # The harness has no other way to filter answers than as those of all its requests.
+        part = copy.copy(self.harness)
+        part._instances = requests
+        part.apply_filters()
+        return [
+            Answer(item["id"], self._said(request), self._scores(request))
+            for item, request in zip(items, requests, strict=True)
+        ]
+
+    def _said(self, request: Any) -> dict[str, Any]:
+        target = self.harness.doc_to_target(request.doc)
+        answer = request.resps[0]
+        if self.harness.OUTPUT_TYPE == "loglikelihood":
+            return {"target": target, "log_probability": answer[0], "greedy": answer[1]}
+        kept = {name: found for name, found in request.filtered_resps.items() if found != answer}
+        return {"target": target, "text": answer, **kept}
+
+    def _scores(self, request: Any) -> dict[str, bool | float | list[bool]]:
+        """By the harness's name of the metric, and of the filter where there is more than one."""
+        scores: dict[str, bool | float | list[bool]] = {}
+        for chosen, said in request.filtered_resps.items():
+            for metric, value in self.harness.process_results(request.doc, [said]).items():
+                if metric == LOG_PROBABILITY:
+                    scores["log_probability"] = float(value)
+                    continue
+                name = metric if len(request.filtered_resps) == 1 else f"{metric},{chosen}"
+                scores[name] = _right(value)
+        return scores
+
+    def summary(self, answers: Sequence[Answer]) -> Mapping[str, float]:
+        """The perplexity of the targets, where the harness gives one."""
+        made = self.harness.aggregation().get(LOG_PROBABILITY)
+        if made is None or not answers:
+            return {}
+        return {LOG_PROBABILITY: float(made([a.scores["log_probability"] for a in answers]))}
+
+    def _dataset(self, **_: Any) -> dict[str, Any]:
+        from datasets import Dataset
+
+        return {
+            split: Dataset.from_list([dict(record.data) for record in records])
+            for split, records in self.splits.items()
+        }
+
+    def _in_chat_template(self, history: Any, **options: Any) -> str:
+        from lm_eval.models.huggingface import HFLM
+
+        who = SimpleNamespace(tokenizer=self.chosen.tokenizer, chat_template_args={})
+        text: str = HFLM.apply_chat_template(who, history, **options)
+        return text
+
+
+def data_file(settings: TaskSettings, name: str, *parts: str) -> Path:
+    """A file of the data folder; raises `EvaluationError` where no folder was named."""
+    if settings.data is None:
+        raise EvaluationError(
+            f"the task {name} reads {'/'.join(parts)} of a data folder; none was named; name one"
+        )
+    return settings.data.joinpath(*parts)
+
+
+def require_harness() -> None:
+    """Raise `MissingExtraError` unless lm-eval can be imported."""
+    try:
+        import lm_eval.tasks  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(
+            f"tasks of the evaluation harness need lm-eval, which can't be imported ({error}); "
+            "install the extra with pip install 'kvfold[eval]'"
+        ) from error
+
+
+def _right(value: Any) -> bool | list[bool]:
+    """A score of 0 or 1 in whatever type the harness has it, or a list of them."""
+    if isinstance(value, list):
+        return [bool(one) for one in value]
+    assert value in (0, 1), f"accuracies of single answers are 0 or 1; got {value!r}"
+    return bool(value)
+
+
+def _plain(value: Any) -> Any:
+    """A deep copy, so that nobody can change the harness's own."""
+    return copy.deepcopy(value)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out the harness's hints on settings that are meant as they are."""
+    log = logging.getLogger("lm_eval")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
