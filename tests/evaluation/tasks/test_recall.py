@@ -7,8 +7,8 @@ import torch
 
 from kvfold import attach
 from kvfold.errors import EvaluationError
-from kvfold.evaluation.recall import RecallReport, recall, score
 from kvfold.evaluation.share import Share
+from kvfold.evaluation.tasks.recall import RecallReport, recall, score
 from kvfold.evaluation.tiny_language import RECALL_KINDS, VOCABULARY, RecallPrompt, recall_prompt
 from kvfold.presets import preset
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvfold.errors import EvaluationError
-from kvfold.evaluation.needle import find_needles, needles
+from kvfold.evaluation.tasks.needle import find_needles, needles
 
 HAYSTACK = "The grass was green and the sky was blue, and nothing happened for a while. " * 60
 

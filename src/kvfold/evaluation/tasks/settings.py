@@ -1,0 +1,26 @@
+"""What a user chooses of every task alike; each task takes from it what concerns it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Settings of one run's tasks.
+
+    data: folder of data sets, None for what comes with kvfold or from the hub. fraction: of each
+    task's items, above 0 and at most 1. limit: items at most. seed: of everything drawn. batch:
+    items in one forward pass. lengths: token counts, for tasks that have some; empty for their
+    own. tokenizer: the model's, for tasks whose items are counted in tokens.
+    """
+
+    data: Path | None
+    fraction: float = 1.0
+    limit: int | None = None
+    seed: int = 0
+    batch: int = 8
+    lengths: tuple[int, ...] = ()
+    tokenizer: Any = None
