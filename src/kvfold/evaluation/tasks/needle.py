@@ -179,11 +179,8 @@ class NeedleTask:
 
     def summary(self, answers: Sequence[Answer]) -> Mapping[str, float]:
         """Shares of right answers at each length and each depth: `accuracy/length 512`."""
-        by_length = means_by(
-            "accuracy", answers, "accuracy", lambda a: f"length {a.said['length']}"
-        )
-        by_depth = means_by("accuracy", answers, "accuracy", lambda a: f"depth {a.said['depth']}")
-        return {**by_length, **dict(sorted(by_depth.items()))}
+        by_depth = means_by(answers, "accuracy", "depth")
+        return {**means_by(answers, "accuracy", "length"), **dict(sorted(by_depth.items()))}
 
 
 def make(settings: TaskSettings) -> NeedleTask:

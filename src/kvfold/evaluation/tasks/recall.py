@@ -180,10 +180,10 @@ class RecallTask:
 
     def summary(self, answers: Sequence[Answer]) -> Mapping[str, float]:
         """Shares of right answers by length and by kind: `accuracy/length 512`."""
-        by_length = means_by(
-            "accuracy", answers, "accuracy", lambda a: f"length {a.said['length']}"
-        )
-        return {**by_length, **means_by("accuracy", answers, "accuracy", lambda a: a.said["kind"])}
+        return {
+            **means_by(answers, "accuracy", "length"),
+            **means_by(answers, "accuracy", "kind"),
+        }
 
 
 def make(settings: TaskSettings) -> RecallTask:

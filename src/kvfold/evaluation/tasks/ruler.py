@@ -89,17 +89,10 @@ class RulerTask:
         return in_batches(items, self.batch, like, answer)
 
     def summary(self, answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Mean scores by kind, by length, and by both: `score/niah_single/1024`."""
-        keys = (
-            lambda a: a.said["kind"],
-            lambda a: f"length {a.said['length']}",
-            lambda a: f"{a.said['kind']}/{a.said['length']}",
-        )
-        return {
-            name: value
-            for key in keys
-            for name, value in means_by("score", answers, "score", key).items()
-        }
+        """Mean scores by kind, by length, and by both: `score/kind niah_single/length 512`."""
+        ways = (("kind",), ("length",), ("kind", "length"))
+        groups = [means_by(answers, "score", *parts) for parts in ways]
+        return {name: value for group in groups for name, value in group.items()}
 
 
 def make(settings: TaskSettings) -> RulerTask:

@@ -215,16 +215,14 @@ def _tiny_conversation(name: str, turns: int, length: int, tokenizer: Any) -> Co
     draw = document.random
     made: list[list[int]] = []
     questions: list[Question] = []
-    keys: list[str] = []
     told = 0
     for turn in range(turns):
         document.value()
-        keys = document.facts("value")
-        question, answer = "", ()
-        of = 0
+        of, question = 0, ""
+        answer: tuple[str, ...] = ()
         if turn:
             of = draw.randrange(turn)
-            question, answer, _ = document.ask("value", keys[of])
+            question, answer, _ = document.ask("value", document.facts("value")[of])
         stop = told + length - len(question.split())
         _require_room(stop - len(document), length)
         while len(document) < stop:
