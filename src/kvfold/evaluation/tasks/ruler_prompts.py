@@ -75,11 +75,6 @@ LEAST_WORDS = 4 * COMMON
 
 def word_list(file: DataFile) -> tuple[str, ...]:
     """The plain words of a list of one a line; raises `EvaluationError` for too few of them."""
-    for number, line in lines_of(file):
-        if len(line.split()) > 1:
-            raise EvaluationError(
-                f"a word list must have one word a line; {file.path}:{number} has {line!r}"
-            )
     words = dict.fromkeys(line.strip() for _, line in lines_of(file))
     plain = [w for w in words if w.isascii() and w.isalpha() and w.islower() and 3 <= len(w) <= 9]
     if len(plain) < LEAST_WORDS:

@@ -43,8 +43,11 @@ from kvfold.evaluation.tiny_language import Document
 TURNS = 6
 LENGTHS = (192,)
 CONVERSATIONS = 8
+ANSWER_TOKENS = 8
+"""Room for an answer."""
+
 NEW_TOKENS = 24
-"""Compared after the last question; answers are looked for in the first of them."""
+"""Compared after the last question."""
 
 
 @dataclass(frozen=True)
@@ -246,12 +249,16 @@ def _require_room(room: int, length: int) -> None:
 
 
 def _turn_by_turn(model: Any, turns: torch.Tensor, count: int) -> list[list[list[int]]]:
-    """What is said at each turn but the first, by row; turns: (batch, turns, tokens)."""
+    """What is said at each turn but the first, by row; turns: (batch, turns, tokens).
+
+    count: tokens after the last turn.
+    """
     cache, said = None, []
     for number in range(turns.shape[1]):
         scores, cache = read(model, turns[:, number], cache)
         if number:
-            said.append(speak(model, scores, copy.deepcopy(cache), count).tolist())
+            room = count if number == turns.shape[1] - 1 else ANSWER_TOKENS
+            said.append(speak(model, scores, copy.deepcopy(cache), room).tolist())
     return said
 
 
