@@ -158,11 +158,12 @@ def _variable_tracking(draw: random.Random, _: WordLists) -> _Frame:
     chain = [f" VAR {to} = VAR {of}." for of, to in pairwise(names)]
     head = (
         "Variables are set in this text. Remember which has which value.\n"
-        "Example: VAR QZK = 31. VAR RTW = VAR QZK. The variables with the value 31 are QZK, RTW.\n"
+        "Example: VAR QZK = 31. VAR RTW = VAR QZK. The variables with the value 31 are VAR QZK, "
+        "VAR RTW.\n"
     )
     tail = (
         f"\nQuestion: Which {HOPS + 1} variables have the value {value}?"
-        f"\nAnswer: The variables with the value {value} are"
+        f"\nAnswer: The variables with the value {value} are VAR"
     )
     return _Frame(head, (f" VAR {names[0]} = {value}.", *chain), tail, tuple(names))
 
