@@ -9,6 +9,9 @@ import torch
 
 from kvfold.evaluation.greedy import before_end, begins_with, end_tokens, read, speak
 
+SAME = 1e-3
+"""Of logits near 5: linear attention runs in float32 whatever the model's dtype."""
+
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_it_says_what_generate_says(tiny_model, windows, name):
@@ -33,17 +36,18 @@ def test_a_copy_of_the_cache_leaves_the_first_as_it_was(tiny_model, windows, nam
     assert torch.equal(speak(model, scores, copy.deepcopy(cache), 6), first)
     whole, _ = read(model, windows)
     on, _ = read(model, windows[:, 30:], cache)
-    torch.testing.assert_close(on, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(on, whole, rtol=0, atol=SAME)
 
 
 def test_it_stops_once_every_row_has_ended(tiny_model, windows):
     model = tiny_model("llama", dtype=torch.float64)
     scores, cache = read(model, windows[:2])
     made = speak(model, scores, copy.deepcopy(cache), 6)
-    ends = set(made[:, 1].tolist())
-    assert not ends & set(made[:, 0].tolist())
+    ends = set(made[:, 2].tolist())
+    first = [next(n for n, token in enumerate(row) if token in ends) for row in made.tolist()]
     stopped = speak(model, scores, cache, 6, ends)
-    assert torch.equal(stopped, made[:, :2])
+    assert torch.equal(stopped, made[:, : max(first) + 1])
+    assert stopped.shape[1] < 6
 
 
 def test_a_text_is_cut_before_its_end():

@@ -82,8 +82,8 @@ def test_a_folded_cache_says_the_same_however_it_was_fed(task, endless, characte
     model = endless("llama")
     plan = {"anchors": 2, "window": 8, "depth": [{"method": "latent", "layers": [3, 4], "rank": 8}]}
     with attach(model, bare_addon(model, Plan.from_dict(plan))):
-        found = task.answers(Subject("folded", model, characters), task.items())
-    assert all(answer.scores["same_text"] for answer in found)
+        (answer,) = task.answers(Subject("folded", model, characters), task.items()[:1])
+    assert answer.scores["same_text"] is True
 
 
 def test_the_tiny_hybrid_remembers_what_it_was_told():
