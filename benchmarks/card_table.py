@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from kvfold import models
-from kvfold.evaluation.recall import recall
 from kvfold.evaluation.report import write_atomically
 from kvfold.evaluation.rows import Rows
 from kvfold.evaluation.runner import PLAIN, Scorer
+from kvfold.evaluation.tasks.recall import recall
 from kvfold.evaluation.tiny_language import RECALL_KINDS, recall_prompt, training_document
 from kvfold.fitting.together import fit_together
 from kvfold.plan import Plan

@@ -34,12 +34,12 @@ from kvfold.budget import operations_left
 from kvfold.evaluation.candidates import with_plan
 from kvfold.evaluation.continuation import continuation_loss, summary
 from kvfold.evaluation.plot import Point, quality_plot
-from kvfold.evaluation.recall import recall
 from kvfold.evaluation.report import write_atomically
 from kvfold.evaluation.rows import Rows
 from kvfold.evaluation.runner import PLAIN
 from kvfold.evaluation.speed import SpeedSettings, measure_speed
 from kvfold.evaluation.sweep import Method, depth_plan
+from kvfold.evaluation.tasks.recall import recall
 from kvfold.evaluation.tiny_language import (
     RECALL_KINDS,
     recall_prompt,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvfold.evaluation.recall import recall
+from kvfold.evaluation.tasks.recall import recall
 from kvfold.evaluation.tiny_language import (
     RECALL_KINDS,
     VOCABULARY,

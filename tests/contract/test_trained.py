@@ -14,7 +14,7 @@ import torch
 import kvfold
 from kvfold.anatomy import text_decoder
 from kvfold.evaluation.continuation import continuation_loss
-from kvfold.evaluation.recall import recall
+from kvfold.evaluation.tasks.recall import recall
 from kvfold.evaluation.tiny_language import (
     RECALL_KINDS,
     recall_prompt,

@@ -14,7 +14,7 @@ from kvfold.anatomy import anatomy, text_decoder
 from kvfold.errors import AttachError, CacheError, PlanError, UnsupportedModelError
 from kvfold.methods import Source, build_pipelines
 from kvfold.plan import Plan
-from kvfold.runtime.attach import attach
+from kvfold.runtime.attach import attach, attachment_of
 from kvfold.runtime.capture import capture
 from kvfold.runtime.logits import plain_hidden_states
 
@@ -84,6 +84,31 @@ def test_work_that_needs_the_plain_model_is_refused_while_attached(model: Any) -
             plain_hidden_states(model, ids(4))
         with pytest.raises(AttachError, match="detach it first"):
             capture(model, anatomy(model), {Source("keys", 2)}, ids(4))
+
+
+def test_a_suspended_attachment_leaves_the_plain_model_and_goes_on_afterwards(
+    model: Any, cache_argument: Callable[..., Any]
+) -> None:
+    """Caches begun before it are still good, and an error inside changes nothing."""
+    whole = ids(30)
+    plain = model(whole).logits
+    assert attachment_of(model) is None
+    with attach(model, Bare(model, CED)) as attachment:
+        folded = model(whole).logits
+        assert not torch.allclose(folded, plain)
+        cache = attachment.new_cache()
+        model(whole[:, :20], **cache_argument(model, cache))
+        with attachment.suspended():
+            assert attachment_of(model) is None
+            assert torch.equal(model(whole).logits, plain)
+        with pytest.raises(ZeroDivisionError), attachment.suspended():
+            _ = 1 / 0
+        assert attachment_of(model) is attachment
+        assert torch.equal(model(whole).logits, folded)
+        on = model(whole[:, 20:], **cache_argument(model, cache)).logits
+        torch.testing.assert_close(on, folded[:, 20:], atol=1e-5, rtol=1e-5)
+    assert attachment_of(model) is None
+    assert torch.equal(model(whole).logits, plain)
 
 
 def test_an_input_without_tokens_is_refused(model: Any) -> None:

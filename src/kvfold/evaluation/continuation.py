@@ -10,12 +10,14 @@ tokens than the plan's `replay` would be skipped as well.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvfold.errors import EvaluationError
+from kvfold.evaluation.greedy import read
 from kvfold.evaluation.speed import cache_argument
 
 CHUNK = 32
@@ -68,21 +70,47 @@ def summary(losses: Tensor, base: Tensor | None = None) -> dict[str, Any]:
     return {**found, "loss_rise": float(rise.mean()), "loss_rise_error": error}
 
 
+@torch.no_grad()
+def continuation_logits(
+    model: Any, ids: Tensor, prompt: int, *, chunk: int = CHUNK
+) -> Iterator[Tensor]:
+    """Logits that tell the tokens from `prompt` on, in order: (batch, some, vocab) at a time.
+
+    model, chunk: as in `continuation_loss`. ids: (batch, seq). The first piece is the prompt's last
+    logits. The last token is told, and not fed.
+    """
+    scores, cache = read(model, ids[:, :prompt])
+    yield scores[:, None]
+    yield from continued(model, ids[:, prompt:-1], cache, chunk=chunk)
+
+
+@torch.no_grad()
+def continued(model: Any, ids: Tensor, cache: Any, *, chunk: int = CHUNK) -> Iterator[Tensor]:
+    """Logits of tokens that follow on a cache, (batch, some, vocab) at a time, `chunk` in each."""
+    name = cache_argument(model)
+    for start in range(0, ids.shape[1], chunk):
+        part = ids[:, start : start + chunk]
+        output = model(input_ids=part, use_cache=True, **{name: cache})
+        cache = output[name]
+        yield output.logits
+
+
 def _loss(model: Any, ids: Tensor, prompt: int, chunk: int) -> Tensor:
     """(batch,) float64 on the CPU."""
-    name = cache_argument(model)
-    read = model(input_ids=ids[:, :prompt], use_cache=True, logits_to_keep=1)
-    total = _sums(read.logits[:, -1:], ids[:, prompt : prompt + 1])
-    last = ids.shape[1] - 1
-    for start in range(prompt, last, chunk):
-        stop = min(start + chunk, last)
-        read = model(input_ids=ids[:, start:stop], use_cache=True, **{name: read[name]})
-        total += _sums(read.logits, ids[:, start + 1 : stop + 1])
+    total = summed_loss(continuation_logits(model, ids, prompt, chunk=chunk), ids[:, prompt:])
     return total.cpu() / (ids.shape[1] - prompt)
 
 
-def _sums(scores: Tensor, targets: Tensor) -> Tensor:
-    """Loss of each row, summed over (batch, seq) targets that (batch, seq, vocab) scores tell."""
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    chosen = wide.log_softmax(-1).gather(-1, targets[..., None])
-    return -chosen[..., 0].double().sum(dim=1)
+def summed_loss(pieces: Iterable[Tensor], targets: Tensor) -> Tensor:
+    """Loss of each row, summed over its targets, in nats: (batch,) float64.
+
+    pieces: logits that tell the targets in order, (batch, some, vocab) each. targets: (batch, seq).
+    """
+    total, at = torch.zeros(len(targets), dtype=torch.float64, device=targets.device), 0
+    for scores in pieces:
+        told = targets[:, at : at + scores.shape[1]]
+        wide = scores if scores.dtype == torch.float64 else scores.float()
+        chosen = wide.log_softmax(-1).gather(-1, told[..., None])
+        total -= chosen[..., 0].double().sum(dim=1)
+        at += scores.shape[1]
+    return total

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import CorpusError
+from kvfold.evaluation.encoding import encode
 from kvfold.fitting.corpus import (
     DEFAULT_CORPUS,
     HELD_OUT_FRACTION,
     check_window,
     cut_windows,
     default_documents,
-    encode,
     line_after,
     read_documents,
 )

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from kvfold.anatomy import anatomy, require_plain
 from kvfold.errors import AddOnError, CorpusError
+from kvfold.evaluation.encoding import encode
 from kvfold.fitting.bar import progress_bar
-from kvfold.fitting.corpus import encode
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.seeds import derived_seed
 from kvfold.fitting.workers import ALONE, Workers

@@ -8,6 +8,8 @@ Nothing of a class or of transformers itself is touched, and `detach` leaves the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, get_args
 from weakref import WeakKeyDictionary
@@ -59,6 +61,12 @@ class AddOnLike(Protocol):
 
 
 PromptLogits = Literal["refuse", "full"]
+
+
+def attachment_of(model: Any) -> Attachment | None:
+    """What is attached to a model; None for nothing."""
+    found: Attachment | None = getattr(text_decoder(model).forward, ATTACHMENT_MARK, None)
+    return found
 
 
 def attach(
@@ -345,6 +353,19 @@ class Attachment:
             else:
                 module.forward = before
         self._hooks, self._restore = [], []
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The model as it was, inside the block; attached again after it.
+
+        For measuring the plain model beside the attached one. Caches of this attachment go on
+        being good afterwards.
+        """
+        self.detach()
+        try:
+            yield
+        finally:
+            self._patch()
 
     def __enter__(self) -> Self:
         return self

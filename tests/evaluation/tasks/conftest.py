@@ -1,97 +1,139 @@
-"""A handful of records of each of the harness's tasks, and a tokenizer of few words."""
+"""A folder of data sets, a tokenizer of one token a character, and a model that says a script."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import random
+import string
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers.utils import ModelOutput
 
+from kvfold.evaluation.tasks import fidelity, needle, perplexity, ruler, turns
 from kvfold.evaluation.tasks.settings import TaskSettings
 
-TEXT = (
-    "the old miller sold seven sacks of flour to the baker and the baker sold ten loaves of bread "
-    "to the miller how many did they sell in all Question: Answer: is are have more than 3 4 7 17 "
-    "so #### 12 He She write a short poem about rain with no commas in lower case ."
-)
-PASSAGES = [
-    {"text": "the baker sold ten loaves of bread to the old miller and seven sacks of flour"},
-    {"text": "the miller sold flour"},
-    {"text": "the old baker and the old miller have more than the poem about rain and bread"},
-    {"text": "how many loaves of bread did the baker and the miller sell in all of the rain"},
-    {"text": "so they are old"},
-]
-QUESTIONS = [
-    {"question": f"the baker sold {n} loaves how many", "answer": f"He sold {n} so #### {n}"}
-    for n in (3, 4, 7, 12, 17, 3)
-]
-PROMPTS = [
-    {
-        "key": 1,
-        "prompt": "write a short poem about rain with no commas",
-        "instruction_id_list": ["punctuation:no_comma", "keywords:existence"],
-        "kwargs": [{}, {"keywords": ["rain"]}],
-    },
-    {
-        "key": 2,
-        "prompt": "write a poem",
-        "instruction_id_list": ["length_constraints:number_sentences"],
-        "kwargs": [{"num_sentences": 2, "relation": "at least"}],
-    },
-    {
-        "key": 3,
-        "prompt": "write about bread in lower case",
-        "instruction_id_list": ["change_case:english_lowercase"],
-        "kwargs": [{}],
-    },
-]
-FILES = {
-    "lambada/lambada_test.jsonl": PASSAGES,
-    "gsm8k/test.jsonl": QUESTIONS[:3],
-    "gsm8k/train.jsonl": QUESTIONS,
-    "ifeval/input_data.jsonl": PROMPTS,
+MAKERS = {
+    "perplexity": (perplexity.make, (48, 96)),
+    "needle": (needle.make, (128, 160)),
+    "ruler": (ruler.make, (720,)),
+    "turns": (turns.make, (150,)),
+    "fidelity": (fidelity.make, (80,)),
 }
+"""Each task's maker, with lengths that a character a token needs."""
 
 
-@pytest.fixture
-def harness() -> Any:
-    """lm-eval, or a skip."""
-    return pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'kvfold[eval]'")
+class Characters:
+    """One token a character: 1 to 95 for printable ones, 96 for the end of a line, 0 for others."""
+
+    pad_token_id = 0
+
+    def __call__(self, text: str, **_: Any) -> Any:
+        return _Ids([self._id(c) for c in text])
+
+    def _id(self, character: str) -> int:
+        if character == "\n":
+            return 96
+        return ord(character) - 31 if " " <= character <= "~" else 0
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join("\n" if n == 96 else chr(n + 31) if n else "?" for n in ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {c: self._id(c) for c in string.printable}
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    """A data folder of few records."""
-    for name, records in FILES.items():
-        path = tmp_path / "data" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return tmp_path / "data"
+class _Ids(dict[str, Any]):
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__(input_ids=ids)
+        self.input_ids = ids
 
 
-@pytest.fixture
-def settings(data: Path) -> TaskSettings:
-    """For that folder, with a batch of two."""
-    return TaskSettings(data, batch=2)
+class Scripted:
+    """A model that goes on after each text it knows as it was told to, and else says `?`.
+
+    The longest known beginning counts, so that a conversation may go on after an answer.
+    """
+
+    device = torch.device("cpu")
+    generation_config = SimpleNamespace(eos_token_id=None)
+
+    def __init__(self, known: dict[tuple[int, ...], list[int]]) -> None:
+        self.known = known
+
+    def forward(
+        self, input_ids: Any, cache: Any = None, use_cache: bool = True, logits_to_keep: int = 0
+    ) -> Any:
+        rows = [[]] * len(input_ids) if cache is None else cache
+        seen = [row + new for row, new in zip(rows, input_ids.tolist(), strict=True)]
+        if cache is not None:
+            cache[:] = seen
+        logits = torch.zeros(len(seen), 1, 97)
+        for row, ids in enumerate(seen):
+            logits[row, 0, self._next(ids)] = 1
+        return ModelOutput(logits=logits, cache=seen if cache is None else cache)
+
+    __call__ = forward
+
+    def _next(self, seen: list[int]) -> int:
+        for told in range(len(seen), max(0, len(seen) - 300), -1):
+            said = self.known.get(tuple(seen[:told]))
+            if said is not None:
+                spoken = seen[told:]
+                if spoken == said[: len(spoken)] and len(spoken) < len(said):
+                    return said[len(spoken)]
+        return Characters()("?").input_ids[0]
 
 
 @pytest.fixture(scope="session")
-def words() -> Any:
-    """A tokenizer of one token a word, for a vocabulary of 97."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def characters() -> Characters:
+    return Characters()
 
-    names = ["<pad>", "<s>", "</s>", "<unk>", *dict.fromkeys(TEXT.split())]
-    vocabulary = {word: n for n, word in enumerate(names)}
-    vocabulary |= {f"word{n}": n for n in range(len(names), 97)}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        chat_template="{% for m in messages %}<s> {{ m.role }} {{ m.content }} {% endfor %}Answer:",
-    )
+
+@pytest.fixture(scope="session")
+def scripted() -> type[Scripted]:
+    return Scripted
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder with a text, a book and word lists, under their usual names."""
+    folder = tmp_path_factory.mktemp("data")
+    draw = random.Random(7)
+    words = [
+        "".join(draw.choices(string.ascii_lowercase, k=draw.randint(3, 6))) for _ in range(900)
+    ]
+    prose = "\n".join(" ".join(draw.choices(words, k=9)) + "." for _ in range(200))
+    lists = {
+        f"wonderwords/{n}list.txt": "\n".join(draw.sample(words, 400))
+        for n in ("noun", "adjective", "verb")
+    }
+    for name, text in {"wikitext-2/test.txt": prose, "gutenberg/1661.txt": prose, **lists}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(params=MAKERS)
+def any_task(request: pytest.FixtureRequest, data: Any, characters: Characters) -> Any:
+    """`any_task(**settings)`: each task in turn, on the data folder, with few items."""
+    maker, lengths = MAKERS[request.param]
+
+    def make(**settings: Any) -> Any:
+        chosen = {"limit": 3, "batch": 2, "lengths": lengths, "tokenizer": characters, **settings}
+        return maker(TaskSettings(data, **chosen))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def endless(tiny_model: Any) -> Any:
+    """`endless(family)`: a tiny random model in float64 whose texts have no end."""
+
+    def make(family: str) -> Any:
+        model = tiny_model(family, dtype=torch.float64)
+        model.generation_config.eos_token_id = None
+        return model
+
+    return make

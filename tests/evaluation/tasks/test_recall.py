@@ -7,8 +7,10 @@ import torch
 
 from kvfold import attach
 from kvfold.errors import EvaluationError
-from kvfold.evaluation.recall import RecallReport, recall, score
 from kvfold.evaluation.share import Share
+from kvfold.evaluation.tasks.recall import RecallReport, make, recall, score
+from kvfold.evaluation.tasks.settings import TaskSettings
+from kvfold.evaluation.tasks.task import Subject
 from kvfold.evaluation.tiny_language import RECALL_KINDS, VOCABULARY, RecallPrompt, recall_prompt
 from kvfold.presets import preset
 
@@ -158,3 +160,31 @@ def test_a_report_keeps_the_order_of_the_prompts(prompts):
     report = score(prompts[::-1], [p.answer for p in prompts[::-1]])
     assert isinstance(report, RecallReport)
     assert report.prompts == tuple(prompts[::-1])
+
+
+def test_the_task_asks_every_kind_at_every_length_and_the_tiny_hybrid_knows():
+    from kvfold.models import tiny_hybrid
+
+    model, tokenizer = tiny_hybrid()
+    task = make(TaskSettings(None, limit=16, tokenizer=tokenizer, lengths=(96, 128)))
+    assert {(i["kind"], i["length"]) for i in task.items()} == {
+        (kind, length) for kind in RECALL_KINDS for length in (96, 128)
+    }
+    found = task.answers(Subject("plain", model, tokenizer), task.items())
+    assert sum(answer.scores["accuracy"] for answer in found) >= 14
+    first = task.items()[0]
+    alone = task.answers(Subject("plain", model, tokenizer), [first])
+    assert [answer.to_dict() for answer in alone] == [found[0].to_dict()]
+    strange = {**first, "answer": ["and", *first["answer"][1:]]}
+    (wrong,) = task.answers(Subject("plain", model, tokenizer), [strange])
+    assert wrong.scores == {"accuracy": False}
+    assert {"accuracy/length 96", "accuracy/kind copy"} < set(task.summary(found))
+
+
+def test_the_task_speaks_its_own_language_only(characters):
+    with pytest.raises(EvaluationError, match="tiny hybrid's own language"):
+        make(TaskSettings(None, tokenizer=characters))
+    from kvfold.models import load_tokenizer
+
+    with pytest.raises(EvaluationError, match="long enough for a fact and a question"):
+        make(TaskSettings(None, tokenizer=load_tokenizer("tiny-hybrid"), lengths=(10,)))

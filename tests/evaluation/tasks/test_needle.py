@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from kvfold.errors import EvaluationError
-from kvfold.evaluation.needle import find_needles, needles
+from kvfold.evaluation.tasks.needle import DEPTHS, EACH, find_needles, make, needles
+from kvfold.evaluation.tasks.settings import TaskSettings
+from kvfold.evaluation.tasks.task import Subject
 
 HAYSTACK = "The grass was green and the sky was blue, and nothing happened for a while. " * 60
 
@@ -53,3 +55,21 @@ def test_prompts_that_cant_be_are_refused(
 ) -> None:
     with pytest.raises(EvaluationError, match=match):
         needles(HAYSTACK, smollm2[1], **{"depths": (0.5,), "each": 1, **settings})
+
+
+def test_the_grid_says_where_each_needle_stood(data: Any, characters: Any, scripted: Any) -> None:
+    settings = TaskSettings(data, tokenizer=characters, lengths=(128, 160), seed=3)
+    task = make(settings)
+    assert len(task.items()) == 2 * len(DEPTHS) * EACH
+    known = {
+        tuple(item["ids"]): characters(f" {item['answer']}. So").input_ids
+        for item in task.items()
+        if item["depth"] < 0.7
+    }
+    found = task.answers(Subject("script", scripted(known), characters), task.items())
+    for answer, item in zip(found, task.items(), strict=True):
+        assert answer.scores["accuracy"] is (item["depth"] < 0.7)
+        assert (answer.said["depth"], answer.said["length"]) == (item["depth"], item["length"])
+    summary = task.summary(found)
+    assert summary["accuracy/length 128"] == summary["accuracy/length 160"] == 0.6
+    assert [summary[f"accuracy/depth {depth}"] for depth in DEPTHS] == [1, 1, 1, 0, 0]

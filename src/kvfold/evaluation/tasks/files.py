@@ -1,0 +1,123 @@
+"""Data files of the tasks: where they are, what is in them, and which bytes were read.
+
+A score belongs to a text, so every file comes with its digest, which goes into the task's settings.
+What is wrong with a file is told with its name and line: people bring their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvfold.errors import EvaluationError
+from kvfold.evaluation.tasks.settings import TaskSettings
+
+DATA_VARIABLE = "KVFOLD_DATA"
+"""Names the folder of data sets where the settings name none."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A text file that was read. name: its path's end, which tells it to a reader."""
+
+    name: str
+    sha256: str
+    path: Path
+    text: str
+
+    def to_dict(self) -> dict[str, str]:
+        """What a task's settings say of it: the same wherever the file lies."""
+        return {"name": self.name, "sha256": self.sha256}
+
+
+def data_file(settings: TaskSettings, name: str) -> DataFile:
+    """A task's file: `name` in the folder of data sets, or the one file that is named instead.
+
+    settings.data: None for the folder that KVFOLD_DATA names. Raises `EvaluationError` where no
+    folder is named, and as `read_file` does.
+    """
+    folder = settings.data
+    if folder is None:
+        named = os.environ.get(DATA_VARIABLE)
+        if not named:
+            raise EvaluationError(
+                f"this task needs {name} in a folder of data sets; none was named; name it with "
+                f"--data FOLDER or {DATA_VARIABLE}, or name one file of your own"
+            )
+        folder = Path(named)
+    if folder.is_file():
+        return read_file(folder, folder.name)
+    return read_file(folder / name, name)
+
+
+def read_file(path: Path, name: str) -> DataFile:
+    """A UTF-8 text file, its lines ended by \\n whatever they end with in the file.
+
+    Raises `EvaluationError` naming the file (and the line) where it is missing, unreadable, empty
+    or no UTF-8 text.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise EvaluationError(
+            f"a data file must be readable; {path}: {error.strerror}; check the path"
+        ) from None
+    if b"\0" in data:
+        line = 1 + data[: data.index(b"\0")].count(b"\n")
+        raise EvaluationError(
+            f"a data file must be text; {path}:{line} holds a zero byte; name a text file, or "
+            "convert it to UTF-8"
+        )
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = 1 + data[: error.start].count(b"\n")
+        raise EvaluationError(
+            f"a data file must be UTF-8 text; {path}:{line} is not; convert it to UTF-8"
+        ) from None
+    if not text.strip():
+        raise EvaluationError(f"a data file must have text in it; {path} is empty; name another")
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")
+    return DataFile(name, hashlib.sha256(data).hexdigest(), path, lines)
+
+
+def lines_of(file: DataFile) -> list[tuple[int, str]]:
+    """Lines that are not blank, each with its number from 1."""
+    lines = enumerate(file.text.split("\n"), start=1)
+    return [(number, line) for number, line in lines if line.strip()]
+
+
+def records_of(file: DataFile, fields: Mapping[str, type]) -> list[tuple[str, dict[str, Any]]]:
+    """The records of a JSON-lines file, each an object with these fields of these types.
+
+    Each comes with its place, `file:line`, for messages.
+
+    Raises `EvaluationError` naming file and line for any that is not.
+    """
+    found = []
+    for number, line in lines_of(file):
+        where = f"{file.path}:{number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise EvaluationError(
+                f"each line must be a JSON object; {where} is not ({error}); correct the line"
+            ) from None
+        if not isinstance(record, dict):
+            raise EvaluationError(
+                f"each line must be a JSON object; {where} is a {type(record).__name__}; correct "
+                "the line"
+            )
+        for field, kind in fields.items():
+            if not isinstance(record.get(field), kind) or not record[field]:
+                raise EvaluationError(
+                    f"each record must have {field!r}, a {kind.__name__} that is not empty; "
+                    f"{where} has {record.get(field)!r}; correct the line"
+                )
+        found.append((where, record))
+    return found

@@ -1,0 +1,82 @@
+"""Which items of a task are asked, and which of them together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+from kvfold.errors import EvaluationError
+from kvfold.evaluation.tasks.settings import TaskSettings
+from kvfold.evaluation.tasks.task import Answer, Item
+
+Some = TypeVar("Some")
+
+
+def selected(items: Sequence[Some], settings: TaskSettings) -> list[Some]:
+    """The share and number of items that the settings ask for, spread evenly, in order.
+
+    At least one. Items are spread so that a part of a grid still has all of its depths and lengths.
+    Raises `EvaluationError` for a fraction or a limit that leaves none.
+    """
+    if not 0 < settings.fraction <= 1:
+        raise EvaluationError(
+            f"fraction must be above 0 and at most 1; got {settings.fraction}; leave it out for all"
+        )
+    if settings.limit is not None and settings.limit < 1:
+        raise EvaluationError(
+            f"limit must be at least 1 item; got {settings.limit}; leave it out for no limit"
+        )
+    count = max(1, round(len(items) * settings.fraction))
+    if settings.limit is not None:
+        count = min(count, settings.limit)
+    count = min(count, len(items))
+    return [items[(2 * n + 1) * len(items) // (2 * count)] for n in range(count)]
+
+
+def digest(items: Sequence[Item]) -> str:
+    """SHA-256 of items as JSON: tells whether two runs asked the same, tokenizer included."""
+    text = json.dumps([dict(item) for item in items], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def in_batches(
+    items: Sequence[Item],
+    batch: int,
+    like: Callable[[Item], Hashable],
+    answers: Callable[[Sequence[Item]], Sequence[Answer]],
+) -> list[Answer]:
+    """Answers to items, in order, asked at most `batch` at a time of those that are alike.
+
+    like: what must be the same of items that are asked at once, as their length, so that nothing
+    is padded and an answer does not depend on the items beside it.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for number, item in enumerate(items):
+        groups.setdefault(like(item), []).append(number)
+    found: dict[int, Answer] = {}
+    for members in groups.values():
+        for start in range(0, len(members), batch):
+            numbers = members[start : start + batch]
+            made = answers([items[number] for number in numbers])
+            found.update(zip(numbers, made, strict=True))
+    return [found[number] for number in range(len(items))]
+
+
+def mean(values: Sequence[Any]) -> float:
+    """The mean of figures or of bools, of which there is at least one."""
+    return sum(float(value) for value in values) / len(values)
+
+
+def means_by(answers: Sequence[Answer], metric: str, *parts: str) -> dict[str, float]:
+    """Means of a metric by what answers say of themselves: `metric/length 512`.
+
+    parts: keys of `said`; several name one group together, `metric/kind a/length 512`. Groups are
+    in the order in which they come first.
+    """
+    groups: dict[str, list[Any]] = {}
+    for answer in answers:
+        name = "/".join(f"{part} {answer.said[part]}" for part in parts)
+        groups.setdefault(name, []).append(answer.scores[metric])
+    return {f"{metric}/{name}": mean(values) for name, values in groups.items()}
