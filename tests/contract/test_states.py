@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvfold.errors import CacheError
+from kvfold.runtime.attach import attach
 from kvfold.store.snapshot import Snapshot
 
 CASES = [
@@ -119,6 +120,35 @@ def test_a_batch_comes_back_from_disk_bit_by_bit(
         count = sum(len(state.tensors) + 1 for state in before)
         assert tensors < size < tensors + 120 * count + 4096
         assert torch.isfinite(made.run(torch.full((2, 1), 9), restored)).all()
+
+
+@pytest.mark.parametrize(
+    ("arch", "method"),
+    [("llama", "csa2-joint"), ("qwen2", "latent+pool"), ("qwen3_5", "ced-csa2+pool")],
+)
+def test_what_follows_from_codes_is_not_written_and_made_again(
+    case: Any, helpers: Any, arch: str, method: str, tmp_path: Path
+) -> None:
+    """Expanded layers cost a file no more than shared ones, and decode as if never stored."""
+    made = case(arch, method, resident="expanded")
+    ids = helpers.tokens(70)
+    with attach(made.model, made.addon, plan=made.plan, keep_codes=True) as attachment:
+        cache = attachment.new_cache()
+        made.run(ids[:, :60], cache)
+        assert helpers.storages(cache) == cache.nbytes().total
+        whole, size = attachment.rows_of(cache)[0], Snapshot.of(cache).save(tmp_path / "a.kvfold")
+        restored = Snapshot.load(tmp_path / "a.kvfold", attachment).restore(attachment)
+        for name, tensor in attachment.rows_of(restored)[0].tensors.items():
+            helpers.assert_same(tensor, whole.tensors[name], 1e-9)
+        for column in ids[:, 60:].split(1, dim=1):
+            helpers.assert_same(made.run(column, restored), made.run(column, cache))
+    with made.attach(resident="shared") as attachment:
+        shared = attachment.new_cache()
+        made.run(ids[:, :60], shared)
+        ledger = shared.nbytes()
+        waiting = 8 * 200 * 60
+        assert size < ledger.total - ledger["unused"] + waiting + 120 * len(whole.tensors) + 4096
+        assert size < whole.nbytes()
 
 
 def test_pads_between_tokens_are_left_behind(case: Any, helpers: Any) -> None:

@@ -116,7 +116,7 @@ def make_command(
     changes = {"window": keep_window, "anchors": anchors, "resident": resident}
     (found,) = load_addons([addon], loaded).values()
     ids = encode_prompt(tokenizer, text, raw=raw).to(loaded.device)
-    with attach(loaded, with_plan(found, **changes)) as attachment:
+    with attach(loaded, with_plan(found, **changes), keep_codes=True) as attachment:
         made = _make(attachment, ids, out, store, int(budget * 1e9))
     if as_json:
         typer.echo(json.dumps(made, indent=1))

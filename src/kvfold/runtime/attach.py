@@ -8,7 +8,7 @@ Nothing of a class or of transformers itself is touched, and `detach` leaves the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, get_args
 from weakref import WeakKeyDictionary
@@ -45,7 +45,7 @@ from kvfold.runtime.linear_states import SkippedStates
 from kvfold.runtime.reading import choose_readings, free_memory
 from kvfold.runtime.schedule import Schedule, Step
 from kvfold.runtime.stand_ins import attention_forward, last_logits_forward, layer_forward
-from kvfold.runtime.state import Layout, RowState, fill, rows_of
+from kvfold.runtime.state import RowState, fill, rows_of
 
 
 class AddOnLike(Protocol):
@@ -69,6 +69,7 @@ def attach(
     *,
     plan: Plan | None = None,
     prompt_logits: PromptLogits = "refuse",
+    keep_codes: bool = False,
 ) -> Attachment:
     """Fold a model's cache with an add-on until `detach`, or until the `with` block ends.
 
@@ -76,7 +77,9 @@ def attach(
     replay, state_projector or resident than the add-on's own plan, or a smaller group of pooling.
     prompt_logits: what to do under `prefill: skip` with a call that asks for more than the last
     token's logits of a prompt, which do not exist there: `refuse` it, or run that call through all
-    layers (`full`).
+    layers (`full`). keep_codes: hold on to the codes of layers that are read expanded, so that a
+    snapshot need not have their keys and values too; without effect where those are no larger, or
+    where RoPE's frequencies change with the length.
 
     Raises `AddOnError` for another base model, `AttachError` if something is attached already or
     dtypes or devices differ, `PlanError` if the window is too short or the reading impossible,
@@ -91,14 +94,19 @@ def attach(
         )
     if prompt_logits not in get_args(PromptLogits):
         raise AttachError(f"prompt_logits must be 'refuse' or 'full'; got {prompt_logits!r}")
-    return Attachment(model, addon, plan or addon.plan, prompt_logits)
+    return Attachment(model, addon, plan or addon.plan, prompt_logits, keep_codes)
 
 
 class Attachment:
     """An add-on on a model. Use as a context manager, or call `detach`."""
 
     def __init__(
-        self, model: Any, addon: AddOnLike, plan: Plan, prompt_logits: PromptLogits = "refuse"
+        self,
+        model: Any,
+        addon: AddOnLike,
+        plan: Plan,
+        prompt_logits: PromptLogits = "refuse",
+        keep_codes: bool = False,
     ) -> None:
         self.model = model
         self.addon = addon
@@ -108,6 +116,7 @@ class Attachment:
         # Set by the model's forward for its decoder, which is never told which logits are wanted.
         self.wants_last_only = False
         self.anatomy: Anatomy = anatomy(model)
+        self.keeps_codes = keep_codes and self.anatomy.rope_is_static
         self.decoder: Any = text_decoder(model)
         self._check(addon)
         self.pipelines = rebuilt_pipelines(plan, self.anatomy, addon.pipelines)
@@ -289,6 +298,7 @@ class Attachment:
             owner=self,
             split=self.split,
             given=given,
+            keep_codes=self.keeps_codes,
         )
 
     def rows_of(
@@ -319,12 +329,6 @@ class Attachment:
         made = self.new_cache()
         fill(self, made, states)
         return made
-
-    def check_row(
-        self, seen: int, found: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    ) -> None:
-        """Raise `CacheError` unless a row of so many tokens has tensors like these."""
-        Layout(self, self.new_cache()).check_parts(seen, found)
 
     @property
     def lower_layers_are_plain(self) -> bool:

@@ -53,6 +53,7 @@ class FoldedCache(Cache):
     folds: the folded layers. schedules: by group. config: of the model. split: the layer from
     which on a prompt may be skipped, None without prefill skipping. given: records per pipeline to
     use instead of computing them (two-pass scoring), each (batch, 1, tokens, record_width).
+    keep_codes: also of layers that need only what was made of them.
     """
 
     layers: list[Any]
@@ -66,6 +67,7 @@ class FoldedCache(Cache):
         owner: object,
         split: int | None = None,
         given: dict[int, Tensor] | None = None,
+        keep_codes: bool = False,
     ) -> None:
         layers: list[Any] = list(DynamicCache(config=config).layers)
         for fold in folds:
@@ -94,6 +96,7 @@ class FoldedCache(Cache):
             if pipeline.depth.code_width:
                 keep, late = code_store_needs(reading)
                 schedule = self.schedules[pipeline.group]
+                keep = keep or (keep_codes and late)
                 self.stores[key] = CodeStore(pipeline, schedule, keep=keep, late=late)
 
     def key_of(self, pipeline: Pipeline) -> StepKey:

@@ -20,6 +20,7 @@ from kvfold.runtime.buffers import rounded
 from kvfold.runtime.codes import CodeStore
 from kvfold.runtime.columns import PAD
 from kvfold.runtime.folded_layer import FoldedLayer
+from kvfold.runtime.layer import StoredSlots
 from kvfold.runtime.slots import SlotStore
 
 if TYPE_CHECKING:
@@ -33,10 +34,13 @@ class RowState:
 
     token_ids: (tokens,) int32; -2 (`columns.UNKNOWN`) for tokens that came as embeddings. tensors:
     by name, each without the row's axis: exact places and slots are (heads, places, width).
+    compact: whether slots are left out that follow from codes; they are made again, equal up to
+    rounding, when the row enters a cache.
     """
 
     token_ids: Tensor
     tensors: Mapping[str, Tensor]
+    compact: bool = False
 
     @property
     def seen_tokens(self) -> int:
@@ -49,9 +53,8 @@ class RowState:
 
     def copied(self) -> RowState:
         """A state with tensors of its own."""
-        return RowState(
-            self.token_ids.clone(), {name: tensor.clone() for name, tensor in self.tensors.items()}
-        )
+        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        return RowState(self.token_ids.clone(), tensors, self.compact)
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,16 @@ class _Place:
 class Layout:
     """What rows of a cache of one attachment consist of, and where.
 
-    cache: any of the attachment's, for its structure; it is not changed.
+    cache: any of the attachment's, for its structure; it is not changed. compact: of rows without
+    slots that follow from codes.
     """
 
-    def __init__(self, attachment: Attachment, cache: FoldedCache) -> None:
+    def __init__(
+        self, attachment: Attachment, cache: FoldedCache, *, compact: bool = False
+    ) -> None:
         self.attachment = attachment
         self.cache = cache
+        self.compact = compact
         self.dtype: torch.dtype = attachment.model.dtype
 
     def parts(self, seen: int) -> dict[str, Part]:
@@ -108,6 +115,11 @@ class Layout:
         for layer in self.unfolded():
             made |= self._unfolded_parts(layer, seen)
         return made
+
+    def follows(self, layer: FoldedLayer) -> CodeStore | None:
+        """The store whose codes a layer's expanded slots can be made of; None if they can't."""
+        store = self.cache.stores.get(id(layer.fold.pipeline))
+        return store if store is not None and store.keep and not layer.fold.expands_early else None
 
     def unfolded(self) -> list[LayerAnatomy]:
         """The layers that are left to transformers' own cache."""
@@ -130,6 +142,7 @@ class Layout:
         kept = Part((heads, min(seen, exact), head_dim), self.dtype)
         slots = schedule.made(seen) if fold.expands_early else schedule.slots(seen)
         inside = fold.reading == "expanded" and "slot_keys" not in layer.stores
+        inside = inside and not (self.compact and self.follows(layer) is not None)
         for held in ("keys", "values"):
             yield _Place(f"{name}.{held}", layer, held, kept, 0, exact)
             if inside:
@@ -213,6 +226,26 @@ class Layout:
             )
 
 
+def check_row(
+    attachment: Attachment,
+    seen: int,
+    found: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    *,
+    compact: bool,
+) -> None:
+    """Raise `CacheError` unless a row of so many tokens has tensors like these."""
+    Layout(attachment, attachment.new_cache(), compact=compact).check_parts(seen, found)
+
+
+def compacted(attachment: Attachment, state: RowState) -> RowState:
+    """The state without the slots that follow from codes; itself if no codes are kept for that."""
+    if state.compact or not attachment.keeps_codes:
+        return state
+    parts = Layout(attachment, attachment.new_cache(), compact=True).parts(state.seen_tokens)
+    tensors = {name: tensor for name, tensor in state.tensors.items() if name in parts}
+    return RowState(state.token_ids, tensors, compact=True)
+
+
 def kept_tokens(layer: LayerAnatomy, seen: int) -> int:
     """How many of a row's tokens a layer of transformers' own keeps."""
     return seen if layer.sliding_window is None else min(seen, layer.sliding_window - 1)
@@ -262,8 +295,9 @@ def _from_unfolded(
 def fill(attachment: Attachment, cache: FoldedCache, states: Sequence[RowState]) -> None:
     """Put rows into an empty cache; see `Attachment.cache_from`."""
     layout = Layout(attachment, cache)
+    short = Layout(attachment, cache, compact=True)
     for state in states:
-        layout.check(state)
+        (short if state.compact else layout).check(state)
     seen = [state.seen_tokens for state in states]
     most = max(seen, default=0)
     if not states:
@@ -296,9 +330,12 @@ def _fill_folded(layout: Layout, states: Sequence[RowState], device: torch.devic
         setattr(place.owner, place.attribute, made)
     for row, (state, row_places) in enumerate(zip(states, places, strict=True)):
         for place in row_places:
-            if place.is_used:
+            if place.is_used and place.name in state.tensors:
                 buffer = getattr(place.owner, place.attribute)
                 place.view(buffer, row).copy_(state.tensors[place.name])
+    for row, state in enumerate(states):
+        if state.compact:
+            _expand(layout, row, state.seen_tokens, device)
     cache = layout.cache
     stores = [part for store in cache.stores.values() for part in store.slots.stores]
     for index in cache.folded:
@@ -308,6 +345,23 @@ def _fill_folded(layout: Layout, states: Sequence[RowState], device: torch.devic
         stores += layer.stores.values()
     for held in stores:
         held.dtype = layout.dtype
+
+
+@torch.no_grad()
+def _expand(layout: Layout, row: int, seen: int, device: torch.device) -> None:
+    """Make a row's expanded slots of its codes."""
+    for index in layout.cache.folded:
+        layer = layout.cache.folded_layer(index)
+        store, fold, schedule = layout.follows(layer), layer.fold, layer.schedule
+        count = schedule.slots(seen)
+        if store is None or count == 0:
+            continue
+        codes = store.slots.read(slice(0, count))[row : row + 1]
+        places = StoredSlots(schedule, range(count), fold.pipeline.slot_position, device)
+        made = fold.unfold(codes, layout.attachment.rotary_at(places))
+        shown = slice(schedule.exact_size, schedule.exact_size + count)
+        for buffer, slots in zip((layer.keys, layer.values), made, strict=True):
+            buffer[row, :, shown] = slots[0]
 
 
 def _fill_unfolded(

@@ -19,13 +19,16 @@ from kvfold.errors import SnapshotError
 from kvfold.runtime.attach import Attachment
 from kvfold.store.fingerprint import Fingerprint
 
+WITH_CODES = " with codes"
+
 
 @dataclass(frozen=True)
 class Identity:
     """Who made a cache.
 
     model_name: for messages only. model, addon: digests. plan: as plain data. dtype: the model's.
-    resident: how each folded layer reads its history, by layer, which decides what is stored.
+    resident: how each folded layer reads its history, by layer, which decides what is stored, and
+    whether codes are kept beside.
     """
 
     model_name: str
@@ -47,8 +50,16 @@ class Identity:
             addon=_addon_digest(attachment),
             plan=json.loads(json.dumps(attachment.plan.to_dict())),
             dtype=str(attachment.model.dtype).removeprefix("torch."),
-            resident={str(layer): reading for layer, reading in attachment.resident.items()},
+            resident={
+                str(layer): reading + WITH_CODES * attachment.keeps_codes
+                for layer, reading in attachment.resident.items()
+            },
         )
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether rows are stored compact (see `RowState`)."""
+        return any(reading.endswith(WITH_CODES) for reading in self.resident.values())
 
     @property
     def digest(self) -> str:
@@ -83,7 +94,8 @@ class Identity:
         if self.resident != other.resident:
             return (
                 f"its layers were read as {_readings(self.resident)} and are now read as "
-                f"{_readings(other.resident)} (name `resident` in the plan instead of auto)"
+                f"{_readings(other.resident)} (name `resident` in the plan instead of auto, and "
+                "attach with the same keep_codes)"
             )
         return None
 

@@ -27,7 +27,7 @@ from kvfold.errors import SnapshotError
 from kvfold.plan import Plan
 from kvfold.runtime.attach import Attachment
 from kvfold.runtime.cache import FoldedCache
-from kvfold.runtime.state import RowState
+from kvfold.runtime.state import RowState, compacted
 from kvfold.store.identity import Identity
 from kvfold.store.places import Entry, place_at
 from kvfold.store.snapshot import FORMAT_VERSION, Snapshot
@@ -99,7 +99,7 @@ class PrefixStore:
         if any(entry.name == name for entry in self.place.entries()):
             self.place.touch(name)
             return name
-        content = Snapshot(identity, (state,)).to_bytes()
+        content = Snapshot(identity, (compacted(attachment, state),)).to_bytes()
         if len(content) > self.max_bytes:
             log.warning(
                 "not kept: a snapshot of %d tokens takes %d bytes and the store at most %d",

@@ -23,7 +23,7 @@ import torch
 from kvfold.errors import AttachError, CacheError, SnapshotError
 from kvfold.runtime.attach import Attachment
 from kvfold.runtime.cache import FoldedCache
-from kvfold.runtime.state import RowState
+from kvfold.runtime.state import RowState, check_row, compacted
 from kvfold.store.folder import write_file
 from kvfold.store.identity import Identity
 from kvfold.store.snapshot_file import Header, encode, read_header, read_tensors
@@ -89,7 +89,7 @@ class Snapshot:
                 "a snapshot is made of a cache that an attachment made; got one of "
                 f"{type(owner).__name__}; use attachment.new_cache()"
             )
-        states = owner.rows_of(cache, rows)
+        states = [compacted(owner, state) for state in owner.rows_of(cache, rows)]
         return cls(Identity.of(owner) if identity is None else identity, tuple(states))
 
     def to_bytes(self) -> bytes:
@@ -149,14 +149,15 @@ class Snapshot:
             if attachment is not None:
                 described.identity.check(Identity.of(attachment) if identity is None else identity)
                 for seen, found in zip(described.rows, parts, strict=True):
-                    attachment.check_row(seen, found)
+                    check_row(attachment, seen, found, compact=described.identity.keeps_codes)
             tensors = read_tensors(header, file)
         except (SnapshotError, CacheError) as error:
             raise SnapshotError(f"{source}: {error}") from error
         rows = []
         for row, found in enumerate(parts):
             ids = tensors[f"rows.{row}.{IDS}"]
-            rows.append(RowState(ids, {name: tensors[f"rows.{row}.{name}"] for name in found}))
+            own = {name: tensors[f"rows.{row}.{name}"] for name in found}
+            rows.append(RowState(ids, own, compact=described.identity.keeps_codes))
         return cls(described.identity, tuple(rows))
 
     def restore(self, attachment: Attachment, rows: Sequence[int] | None = None) -> FoldedCache:
