@@ -30,12 +30,12 @@ from kvfold.anatomy import anatomy
 from kvfold.evaluation.candidates import with_plan
 from kvfold.evaluation.lambada import lambada, read_passages
 from kvfold.evaluation.lambada import share as lambada_share
-from kvfold.evaluation.recall import recall
 from kvfold.evaluation.report import write_atomically
 from kvfold.evaluation.rows import Rows
 from kvfold.evaluation.runner import Quality, evaluate
 from kvfold.evaluation.share import Share
 from kvfold.evaluation.tasks.needle import find_needles, needles
+from kvfold.evaluation.tasks.recall import recall
 from kvfold.evaluation.tiny_language import RECALL_KINDS, recall_prompt
 from kvfold.fitting.corpus import load_text, token_windows
 from kvfold.fitting.together import fit_together

@@ -15,7 +15,17 @@ from typer.core import TyperGroup
 from kvfold import __version__
 from kvfold.errors import KvfoldError
 
-SUBCOMMANDS = ("inspect", "fit", "evaluate", "report", "sweep", "generate", "demo", "lm_eval")
+SUBCOMMANDS = (
+    "inspect",
+    "fit",
+    "evaluate",
+    "report",
+    "sweep",
+    "generate",
+    "snapshot",
+    "demo",
+    "lm_eval",
+)
 FAILURE = 2
 
 

@@ -8,7 +8,7 @@ Nothing of a class or of transformers itself is touched, and `detach` leaves the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, get_args
@@ -27,7 +27,7 @@ from kvfold.anatomy import (
     supported_attention,
     text_decoder,
 )
-from kvfold.errors import AttachError, PlanError
+from kvfold.errors import AttachError, CacheError, PlanError
 from kvfold.methods import (
     Activations,
     Lora,
@@ -46,6 +46,7 @@ from kvfold.runtime.linear_states import SkippedStates
 from kvfold.runtime.reading import choose_readings, free_memory
 from kvfold.runtime.schedule import Schedule, Step
 from kvfold.runtime.stand_ins import attention_forward, last_logits_forward, layer_forward
+from kvfold.runtime.state import RowState, fill, rows_of
 
 
 class AddOnLike(Protocol):
@@ -75,6 +76,7 @@ def attach(
     *,
     plan: Plan | None = None,
     prompt_logits: PromptLogits = "refuse",
+    keep_codes: bool = False,
 ) -> Attachment:
     """Fold a model's cache with an add-on until `detach`, or until the `with` block ends.
 
@@ -82,7 +84,9 @@ def attach(
     replay, state_projector or resident than the add-on's own plan, or a smaller group of pooling.
     prompt_logits: what to do under `prefill: skip` with a call that asks for more than the last
     token's logits of a prompt, which do not exist there: `refuse` it, or run that call through all
-    layers (`full`).
+    layers (`full`). keep_codes: hold on to the codes of layers that are read expanded, so that a
+    snapshot need not have their keys and values too; without effect where those are no larger, or
+    where RoPE's frequencies change with the length.
 
     Raises `AddOnError` for another base model, `AttachError` if something is attached already or
     dtypes or devices differ, `PlanError` if the window is too short or the reading impossible,
@@ -97,7 +101,7 @@ def attach(
         )
     if prompt_logits not in get_args(PromptLogits):
         raise AttachError(f"prompt_logits must be 'refuse' or 'full'; got {prompt_logits!r}")
-    return Attachment(model, addon, plan or addon.plan, prompt_logits)
+    return Attachment(model, addon, plan or addon.plan, prompt_logits, keep_codes)
 
 
 def attachment_of(model: Any) -> Attachment | None:
@@ -110,15 +114,22 @@ class Attachment:
     """An add-on on a model. Use as a context manager, or call `detach`."""
 
     def __init__(
-        self, model: Any, addon: AddOnLike, plan: Plan, prompt_logits: PromptLogits = "refuse"
+        self,
+        model: Any,
+        addon: AddOnLike,
+        plan: Plan,
+        prompt_logits: PromptLogits = "refuse",
+        keep_codes: bool = False,
     ) -> None:
         self.model = model
+        self.addon = addon
         self.plan = plan
         self.prompt_logits = prompt_logits
         self.split = plan.split if plan.prefill == "skip" else None
         # Set by the model's forward for its decoder, which is never told which logits are wanted.
         self.wants_last_only = False
         self.anatomy: Anatomy = anatomy(model)
+        self.keeps_codes = keep_codes and self.anatomy.rope_is_static
         self.decoder: Any = text_decoder(model)
         self._check(addon)
         self.pipelines = rebuilt_pipelines(plan, self.anatomy, addon.pipelines)
@@ -300,7 +311,37 @@ class Attachment:
             owner=self,
             split=self.split,
             given=given,
+            keep_codes=self.keeps_codes,
         )
+
+    def rows_of(
+        self, cache: FoldedCache, rows: Sequence[int] | None = None, *, copy: bool = True
+    ) -> list[RowState]:
+        """Rows of a cache in plain form, apart from the batch that they are in.
+
+        rows: which, all by default. copy=False gives views into the cache, good until its next
+        step. Raises `CacheError` for a cache of another attachment, or one that failed half-way.
+        """
+        if cache.owner is not self or cache.given is not None:
+            raise CacheError(
+                "rows can be taken only out of a cache that this attachment made by running text; "
+                "got one of another attachment, or with given records; use attachment.new_cache()"
+            )
+        cache.require_whole()
+        states = rows_of(self, cache, range(len(cache.rows)) if rows is None else rows)
+        return [state.copied() for state in states] if copy else states
+
+    def cache_from(self, states: Sequence[RowState]) -> FoldedCache:
+        """A cache that holds rows in plain form, and can go on from them.
+
+        states: from `rows_of` of this attachment, or of one with the same add-on, plan, dtype and
+        `resident`. Rows of unequal length end in the same column, as after a left-padded prompt:
+        the next call's mask goes on from `cache.attention_mask()`. Raises `CacheError` for a
+        state that this attachment's plan can't have left.
+        """
+        made = self.new_cache()
+        fill(self, made, states)
+        return made
 
     @property
     def lower_layers_are_plain(self) -> bool:
