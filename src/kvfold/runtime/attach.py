@@ -64,12 +64,6 @@ class AddOnLike(Protocol):
 PromptLogits = Literal["refuse", "full"]
 
 
-def attachment_of(model: Any) -> Attachment | None:
-    """What is attached to a model; None for nothing."""
-    found: Attachment | None = getattr(text_decoder(model).forward, ATTACHMENT_MARK, None)
-    return found
-
-
 def attach(
     model: Any,
     addon: AddOnLike,
