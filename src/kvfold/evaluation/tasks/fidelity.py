@@ -232,4 +232,5 @@ def _answer(item: Item, own: _Run, plain: _Run, subject: Subject) -> Answer:
 
 def _cosine(one: Tensor, other: Tensor) -> float:
     """Mean cosine over positions; one, other: (positions, hidden)."""
-    return float(torch.cosine_similarity(one.double(), other.double(), dim=-1).mean())
+    found = torch.cosine_similarity(one.double(), other.double(), dim=-1)
+    return float(found.clamp(-1, 1).mean())
