@@ -60,3 +60,15 @@ class ReportError(KvfoldError, OSError):
 
 class ModelNotFoundError(KvfoldError, OSError):
     """There is no model of this name, neither embedded nor in a folder nor on the hub."""
+
+
+class RequestError(KvfoldError, ValueError):
+    """A request to the engine or the server asks for what can't be had."""
+
+
+class QueueFullError(KvfoldError, RuntimeError):
+    """As many requests wait as may; try again later."""
+
+
+class EngineClosedError(KvfoldError, RuntimeError):
+    """The engine is shutting down, or has ended because of a fault."""

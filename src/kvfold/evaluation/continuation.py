@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import EvaluationError
-from kvfold.evaluation.speed import cache_argument
+from kvfold.runtime.feeding import cache_argument
 
 CHUNK = 32
 """Tokens of the continuation in one forward."""
