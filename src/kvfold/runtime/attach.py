@@ -8,6 +8,7 @@ Nothing of a class or of transformers itself is touched, and `detach` leaves the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, get_args
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from kvfold.anatomy import (
     supported_attention,
     text_decoder,
 )
-from kvfold.errors import AttachError, PlanError
+from kvfold.errors import AttachError, CacheError, PlanError
 from kvfold.methods import (
     Activations,
     Lora,
@@ -43,6 +44,7 @@ from kvfold.runtime.layer import Rotation, SlotPlaces, StoredSlots, folded_layer
 from kvfold.runtime.linear_states import SkippedStates
 from kvfold.runtime.reading import choose_readings, free_memory
 from kvfold.runtime.schedule import Schedule, Step
+from kvfold.runtime.state import RowState, fill, rows_of
 from kvfold.runtime.stand_ins import attention_forward, last_logits_forward, layer_forward
 
 
@@ -287,6 +289,35 @@ class Attachment:
             split=self.split,
             given=given,
         )
+
+    def rows_of(
+        self, cache: FoldedCache, rows: Sequence[int] | None = None, *, copy: bool = True
+    ) -> list[RowState]:
+        """Rows of a cache in plain form, apart from the batch that they are in.
+
+        rows: which, all by default. copy=False gives views into the cache, good until its next
+        step. Raises `CacheError` for a cache of another attachment, or one that failed half-way.
+        """
+        if cache.owner is not self or cache.given is not None:
+            raise CacheError(
+                "rows can be taken only out of a cache that this attachment made by running text; "
+                "got one of another attachment, or with given records; use attachment.new_cache()"
+            )
+        cache.require_whole()
+        states = rows_of(self, cache, range(len(cache.rows)) if rows is None else rows)
+        return [state.copied() for state in states] if copy else states
+
+    def cache_from(self, states: Sequence[RowState]) -> FoldedCache:
+        """A cache that holds rows in plain form, and can go on from them.
+
+        states: from `rows_of` of this attachment, or of one with the same add-on, plan, dtype and
+        `resident`. Rows of unequal length end in the same column, as after a left-padded prompt:
+        the next call's mask goes on from `cache.attention_mask()`. Raises `CacheError` for a
+        state that this attachment's plan can't have left.
+        """
+        made = self.new_cache()
+        fill(self, made, states)
+        return made
 
     @property
     def lower_layers_are_plain(self) -> bool:

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 from kvfold.errors import CacheError
 from kvfold.methods import Pipeline, Source
 from kvfold.runtime.codes import CodeStore, code_store_needs
+from kvfold.runtime.columns import PAD, ColumnLog
 from kvfold.runtime.folded_layer import FoldedLayer
 from kvfold.runtime.layer import FoldedAttention, RotaryAt, SlotPlaces
 from kvfold.runtime.ledger import Ledger
@@ -79,6 +80,7 @@ class FoldedCache(Cache):
         self.columns = 0
         self.padded_columns = 0
         self.rows: list[int] = []
+        self.log = ColumnLog()
         self.running: Running | None = None
         self.half_way = False
         self._unchecked: list[tuple[Pipeline, Tensor]] = []
@@ -117,6 +119,29 @@ class FoldedCache(Cache):
         layer = self.layers[index]
         assert isinstance(layer, FoldedLayer)
         return layer
+
+    def token_ids(self, row: int = 0) -> list[int]:
+        """The tokens that a row has seen, pads left out; -2 for those that came as embeddings."""
+        return [] if not self.rows else [int(n) for n in self.log.row(row)[0].tolist()]
+
+    def attention_mask(self) -> Tensor:
+        """Which columns are tokens, (rows, columns) of 0 and 1.
+
+        The mask of a next call is this one with a column for each new token on its right.
+        """
+        return (self.log.table() != PAD).long()
+
+    def restore(self, seen: Sequence[int], table: Tensor) -> None:
+        """Take over what rows have seen, once their tensors are in place.
+
+        table: the columns' ids, (rows, columns) int32, pads to the left.
+        """
+        self.columns, self.rows = table.shape[1], list(seen)
+        self.padded_columns = self.columns - min(self.rows)
+        self.log.append(table, table != PAD)
+        for layer in self.layers:
+            if isinstance(layer, FoldedLayer):
+                layer.columns = self.columns
 
     def require_whole(self) -> None:
         """Raise `CacheError` if an earlier forward never came to its end."""
@@ -239,6 +264,7 @@ class FoldedCache(Cache):
         memo[id(self)] = made
         made.__dict__.update(self.__dict__)
         made.rows = list(self.rows)
+        made.log = self.log.copied()
         made._unchecked = []
         made.stores = {key: store.copied() for key, store in self.stores.items()}
         made.layers = [
@@ -254,6 +280,7 @@ class FoldedCache(Cache):
     def _select(self, index: Tensor) -> None:
         for store in self.stores.values():
             store.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        self.log.select(index)
         if self.rows:
             self.rows = [self.rows[i] for i in index.tolist()]
 
@@ -283,6 +310,7 @@ class FoldedCache(Cache):
         for store in self.stores.values():
             store.reset()
         self.columns, self.padded_columns, self.rows = 0, 0, []
+        self.log = ColumnLog()
         self.running, self.half_way = None, False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -302,6 +330,7 @@ class FoldedCache(Cache):
             if not isinstance(layer, FoldedLayer):
                 layer.crop(-remove)
         self.columns, self.rows = columns - remove, kept
+        self.log.crop(self.columns)
         for layer in self.layers:
             if isinstance(layer, FoldedLayer):
                 layer.columns = self.columns

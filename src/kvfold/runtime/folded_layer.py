@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -69,7 +70,11 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         size = self.schedule.exact_size
         self.keys = key_states.new_zeros(batch, heads, size, width)
         self.values = value_states.new_zeros(batch, heads, size, width)
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.adopt(key_states.dtype, key_states.device)
+
+    def adopt(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Count as initialised, with the buffers that are there."""
+        self.dtype, self.device = dtype, device
         self.is_initialized = True
 
     def prepare(self, keys: Tensor, values: Tensor) -> None:

@@ -127,7 +127,10 @@ class DecoderForward:
         if mask is not None:
             mask = mask[:, : mask.shape[1] - call.columns + stop]
         inputs = {n: None if x is None else x[:, start:stop] for n, x in call.inputs.items()}
-        return self._run_layers(call, inputs, mask, running.tokens, running, {}, keep)
+        output = self._run_layers(call, inputs, mask, running.tokens, running, {}, keep)
+        valid = running.tokens.valid.expand(call.batch, -1)
+        call.cache.log.append(inputs["input_ids"], valid)
+        return output
 
     def run_upper(
         self, call: DecoderCall, hidden: Tensor, step: Step, running: Running, found: Activations

@@ -1,0 +1,342 @@
+"""A cache in plain form: for each row its tokens and tensors by name, without pads or spare room.
+
+The form does not depend on the batch that a row was in, so that rows can leave a batch, join
+another, or lie on disk. What a row of n tokens must hold follows from n and the attachment alone
+(`Layout`): whatever else comes, damaged or of another plan, is refused before it enters a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvfold.anatomy import LayerAnatomy, linear_attention_module, linear_inputs
+from kvfold.errors import CacheError
+from kvfold.runtime.buffers import rounded
+from kvfold.runtime.codes import CodeStore
+from kvfold.runtime.columns import PAD
+from kvfold.runtime.folded_layer import FoldedLayer
+from kvfold.runtime.slots import SlotStore
+
+if TYPE_CHECKING:
+    from kvfold.runtime.attach import Attachment
+    from kvfold.runtime.cache import FoldedCache
+
+
+@dataclass(frozen=True)
+class RowState:
+    """One row of a cache.
+
+    token_ids: (tokens,) int32; -2 (`columns.UNKNOWN`) for tokens that came as embeddings. tensors:
+    by name, each without the row's axis: exact places and slots are (heads, places, width).
+    """
+
+    token_ids: Tensor
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def seen_tokens(self) -> int:
+        """Real tokens seen."""
+        return int(self.token_ids.shape[0])
+
+    def nbytes(self) -> int:
+        """Bytes of the tensors; the ids take 4 a token more."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def copied(self) -> RowState:
+        """A state with tensors of its own."""
+        return RowState(
+            self.token_ids.clone(), {name: tensor.clone() for name, tensor in self.tensors.items()}
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a tensor of a state must be. dtype: None where any floating one will do."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether a tensor is such a one."""
+        right = dtype.is_floating_point if self.dtype is None else dtype == self.dtype
+        return right and tuple(shape) == self.shape
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where part of a row lies in a buffer (rows, heads, places, width) of a folded cache.
+
+    owner, attribute: what holds the buffer. start: its first place; room: places for it.
+    """
+
+    name: str
+    owner: Any
+    attribute: str
+    part: Part
+    start: int
+    room: int
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the row has anything there."""
+        return self.part.shape[1] > 0
+
+    def view(self, buffer: Tensor, row: int) -> Tensor:
+        """The part in its buffer, (heads, places, width)."""
+        return buffer[row, :, self.start : self.start + self.part.shape[1]]
+
+
+class Layout:
+    """What rows of a cache of one attachment consist of, and where.
+
+    cache: any of the attachment's, for its structure; it is not changed.
+    """
+
+    def __init__(self, attachment: Attachment, cache: FoldedCache) -> None:
+        self.attachment = attachment
+        self.cache = cache
+        self.dtype: torch.dtype = attachment.model.dtype
+
+    def parts(self, seen: int) -> dict[str, Part]:
+        """What a row that has seen so many tokens holds, by name."""
+        made = {place.name: place.part for place in self.places(seen) if place.is_used}
+        for layer in self.unfolded():
+            made |= self._unfolded_parts(layer, seen)
+        return made
+
+    def unfolded(self) -> list[LayerAnatomy]:
+        """The layers that are left to transformers' own cache."""
+        layers = self.attachment.anatomy.layers
+        return [layer for layer in layers if layer.index not in self.cache.folded]
+
+    def places(self, seen: int) -> list[_Place]:
+        """All parts of the folded layers and of the code stores, also those without a token yet."""
+        found: list[_Place] = []
+        for index in sorted(self.cache.folded):
+            found += self._of_layer(self.cache.folded_layer(index), seen)
+        for number, store in enumerate(self.cache.stores.values()):
+            found += self._of_codes(f"codes.{number}", store, seen)
+        return found
+
+    def _of_layer(self, layer: FoldedLayer, seen: int) -> Iterator[_Place]:
+        fold, schedule = layer.fold, layer.schedule
+        heads, head_dim = fold.anatomy.kv_heads, fold.anatomy.head_dim
+        exact, name = schedule.exact_size, f"layers.{fold.index}"
+        kept = Part((heads, min(seen, exact), head_dim), self.dtype)
+        slots = schedule.made(seen) if fold.expands_early else schedule.slots(seen)
+        inside = fold.reading == "expanded" and "slot_keys" not in layer.stores
+        for held in ("keys", "values"):
+            yield _Place(f"{name}.{held}", layer, held, kept, 0, exact)
+            if inside:
+                part = Part((heads, slots, head_dim), self.dtype)
+                yield _Place(f"{name}.slots.{held}", layer, held, part, exact, rounded(slots))
+        widths = {"rotary": fold.anatomy.rotary_dim, "rho": 1}
+        for held, store in layer.stores.items():
+            shape = (heads, slots, widths.get(held, head_dim))
+            yield from self._of_store(f"{name}.{held}", store, shape)
+
+    def _of_store(
+        self, name: str, store: SlotStore, shape: tuple[int, int, int]
+    ) -> Iterator[_Place]:
+        heads, slots, width = shape
+        room = rounded(slots)
+        if store.codec is None:
+            yield _Place(f"{name}.values", store, "values", Part(shape, self.dtype), 0, room)
+            return
+        codes = Part((heads, slots, store.codec.row_bytes), torch.uint8)
+        yield _Place(f"{name}.values", store, "values", codes, 0, room)
+        scales = Part((heads, slots, 1), torch.float16)
+        yield _Place(f"{name}.scales", store, "scales", scales, 0, room)
+
+    def _of_codes(self, name: str, store: CodeStore, seen: int) -> Iterator[_Place]:
+        schedule, pipeline = store.schedule, store.pipeline
+        made, beyond = schedule.made(seen), max(0, seen - schedule.anchors)
+        width = pipeline.depth.code_width
+        if store.keep and store.slots.parts:
+            pairs = zip(store.slots.parts, store.slots.stores, strict=True)
+            for number, (part, held) in enumerate(pairs):
+                shape = (part.heads, made, part.width)
+                yield from self._of_store(f"{name}.slots.{number}", held, shape)
+        elif store.keep:
+            yield from self._of_store(f"{name}.slots", store.slots.stores[0], (1, made, width))
+        size = store.partial_size
+        part = Part((1, min(beyond, size), pipeline.record_width), self.dtype)
+        yield _Place(f"{name}.partial", store, "partial", part, 0, size)
+        if store.late:
+            size = schedule.pending_size
+            part = Part((1, min(made, size), width), self.dtype)
+            yield _Place(f"{name}.pending", store, "pending", part, 0, size if made else 0)
+
+    def _unfolded_parts(self, layer: LayerAnatomy, seen: int) -> dict[str, Part]:
+        name = f"layers.{layer.index}"
+        if seen == 0:
+            return {}
+        if layer.kind == "linear_attention":
+            weights = linear_inputs(linear_attention_module(self.attachment.model, layer.index))
+            state = (weights.v_heads, weights.k_dim, weights.v_dim)
+            return {
+                f"{name}.convolution": Part(tuple(weights.conv_weight.shape), self.dtype),
+                f"{name}.recurrent": Part(state, None),
+            }
+        part = Part((layer.kv_heads, kept_tokens(layer, seen), layer.head_dim), self.dtype)
+        return {f"{name}.keys": part, f"{name}.values": part}
+
+    def check(self, state: RowState) -> None:
+        """Raise `CacheError` that names what is missing, unexpected or of another shape."""
+        self.check_parts(
+            state.seen_tokens, {n: (tuple(t.shape), t.dtype) for n, t in state.tensors.items()}
+        )
+
+    def check_parts(
+        self, seen: int, found: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> None:
+        """The same from shapes and dtypes alone, before any tensor is read."""
+        parts = self.parts(seen)
+        problems = [f"{name} is missing" for name in parts if name not in found]
+        problems += [f"{name} is not expected" for name in found if name not in parts]
+        problems += [
+            f"{name} is {list(shape)} {dtype} and not {list(parts[name].shape)} {parts[name].dtype}"
+            for name, (shape, dtype) in found.items()
+            if name in parts and not parts[name].fits(shape, dtype)
+        ]
+        if problems:
+            more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise CacheError(
+                f"a row of {seen} tokens must hold what this attachment's plan keeps of them; "
+                f"{'; '.join(problems[:3])}{more}; attach the add-on under the plan, dtype and "
+                "resident that the row was made with"
+            )
+
+
+def kept_tokens(layer: LayerAnatomy, seen: int) -> int:
+    """How many of a row's tokens a layer of transformers' own keeps."""
+    return seen if layer.sliding_window is None else min(seen, layer.sliding_window - 1)
+
+
+def rows_of(attachment: Attachment, cache: FoldedCache, rows: Sequence[int]) -> list[RowState]:
+    """Some rows of a cache, as views into it; see `Attachment.rows_of`."""
+    layout = Layout(attachment, cache)
+    made = []
+    for row in rows:
+        ids, columns = cache.log.row(row)
+        tensors = {
+            place.name: place.view(getattr(place.owner, place.attribute), row)
+            for place in layout.places(cache.rows[row])
+            if place.is_used
+        }
+        for layer in layout.unfolded():
+            tensors |= _from_unfolded(cache.layers[layer.index], layer, row, columns, cache.columns)
+        made.append(RowState(ids, tensors))
+        layout.check(made[-1])
+    return made
+
+
+def _from_unfolded(
+    held: Any, layer: LayerAnatomy, row: int, columns: Tensor, width: int
+) -> dict[str, Tensor]:
+    """One row of a layer of transformers' own, without the row's pads."""
+    name = f"layers.{layer.index}"
+    if not len(columns):
+        return {}
+    if layer.kind == "linear_attention":
+        kernel = held.conv_kernel_size[0]
+        return {
+            f"{name}.convolution": held.conv_states[0][row, :, -kernel:],
+            f"{name}.recurrent": held.recurrent_states[0][row],
+        }
+    count = kept_tokens(layer, len(columns))
+    places = columns[len(columns) - count :] - (width - held.keys.shape[2])
+    first, last = (int(places[0]), int(places[-1])) if count else (0, -1)
+    if last - first + 1 == count:
+        kept: Any = slice(first, last + 1)
+    else:
+        kept = places.to(held.keys.device)
+    return {f"{name}.keys": held.keys[row][:, kept], f"{name}.values": held.values[row][:, kept]}
+
+
+def fill(attachment: Attachment, cache: FoldedCache, states: Sequence[RowState]) -> None:
+    """Put rows into an empty cache; see `Attachment.cache_from`."""
+    layout = Layout(attachment, cache)
+    for state in states:
+        layout.check(state)
+    seen = [state.seen_tokens for state in states]
+    most = max(seen, default=0)
+    if most == 0 and not seen:
+        return
+    device = attachment.model.device
+    _fill_folded(layout, states, device)
+    for layer in layout.unfolded():
+        if most:
+            _fill_unfolded(cache.layers[layer.index], layer, states, device)
+    table = torch.full((len(seen), most), PAD, dtype=torch.int32, device=device)
+    for row, state in enumerate(states):
+        table[row, most - seen[row] :] = state.token_ids.to(device)
+    cache.restore(seen, table)
+
+
+def _fill_folded(layout: Layout, states: Sequence[RowState], device: torch.device) -> None:
+    places = [layout.places(state.seen_tokens) for state in states]
+    buffers: dict[tuple[int, str], tuple[_Place, int]] = {}
+    for place in (place for row in places for place in row):
+        key = (id(place.owner), place.attribute)
+        end = place.start + place.room
+        known = buffers.get(key, (place, 0))
+        buffers[key] = (known[0], max(known[1], end))
+    for place, room in buffers.values():
+        if room == 0:
+            continue
+        heads, _, width = place.part.shape
+        shape = (len(states), heads, room, width)
+        made = torch.zeros(shape, dtype=place.part.dtype, device=device)
+        setattr(place.owner, place.attribute, made)
+    for row, (state, row_places) in enumerate(zip(states, places, strict=True)):
+        for place in row_places:
+            if place.is_used:
+                buffer = getattr(place.owner, place.attribute)
+                place.view(buffer, row).copy_(state.tensors[place.name])
+    cache = layout.cache
+    stores = [part for store in cache.stores.values() for part in store.slots.stores]
+    for index in cache.folded:
+        layer = cache.folded_layer(index)
+        if layer.keys is not None:
+            layer.adopt(layout.dtype, device)
+        stores += layer.stores.values()
+    for held in stores:
+        held.dtype = layout.dtype
+
+
+def _fill_unfolded(
+    held: Any, layer: LayerAnatomy, states: Sequence[RowState], device: torch.device
+) -> None:
+    """Rows into a layer of transformers' own: aligned to the right, zeros for pads."""
+    name = f"layers.{layer.index}"
+    if layer.kind == "linear_attention":
+        for kind in ("convolution", "recurrent"):
+            like = next(s.tensors[f"{name}.{kind}"] for s in states if s.seen_tokens)
+            rows = [s.tensors.get(f"{name}.{kind}", torch.zeros_like(like)) for s in states]
+            whole = torch.stack([row.to(device) for row in rows])
+            attribute = "conv_states" if kind == "convolution" else "recurrent_states"
+            held.lazy_initialization(**{attribute: whole})
+            getattr(held, attribute)[0].copy_(whole)
+        held.has_previous_state[0] = True
+        return
+    most = max(state.seen_tokens for state in states)
+    made = []
+    for kind in ("keys", "values"):
+        like = next(s.tensors[f"{name}.{kind}"] for s in states if s.seen_tokens)
+        shape = (len(states), layer.kv_heads, kept_tokens(layer, most), layer.head_dim)
+        whole = torch.zeros(shape, dtype=like.dtype, device=device)
+        for row, state in enumerate(states):
+            own = state.tensors.get(f"{name}.{kind}")
+            if own is not None and own.shape[1]:
+                whole[row, :, -own.shape[1] :] = own.to(device)
+        made.append(whole)
+    held.lazy_initialization(*made)
+    held.keys, held.values = made
+    if layer.sliding_window is not None:
+        held.cumulative_length = most
