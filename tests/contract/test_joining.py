@@ -96,6 +96,7 @@ def test_rows_that_join_and_leave_equal_rows_alone(
             lone = done["alone"][row]
             helpers.assert_same_state(helpers.state(cache, place), helpers.state(lone))
             assert cache.seen_tokens[place] == lone.seen_tokens[0]
+            assert cache.token_ids(place) == lone.token_ids()
         assert cache.nbytes().total == helpers.storages(cache)
 
 

@@ -24,6 +24,7 @@ from kvfold.errors import CacheError
 from kvfold.runtime.buffers import rounded
 from kvfold.runtime.cache import FoldedCache
 from kvfold.runtime.codes import CodeStore
+from kvfold.runtime.columns import PAD, ColumnLog
 from kvfold.runtime.folded_layer import FoldedLayer
 from kvfold.runtime.slots import SlotStore
 
@@ -55,6 +56,7 @@ def join_rows(into: Cache, other: Cache) -> None:
     if isinstance(into, FoldedCache) and isinstance(other, FoldedCache):
         for key, store in into.stores.items():
             _join_codes(store, other.stores[key], len(into.rows), len(other.rows))
+        into.log = _joined_logs(into.log.table(), other.log.table())
         into.rows += other.rows
         _set_columns(into, max(into.columns, other.columns))
 
@@ -75,6 +77,8 @@ def select_rows(cache: Cache, rows: list[int], lengths: list[int]) -> None:
         for store in cache.stores.values():
             for part in store.slots.stores:
                 _trim_slots(part, store.schedule.made(longest))
+        table = cache.log.table()
+        cache.log = _log_of(table[:, table.shape[1] - longest :])
         _set_columns(cache, longest)
 
 
@@ -99,6 +103,19 @@ def _set_columns(cache: FoldedCache, columns: int) -> None:
     for layer in cache.layers:
         if isinstance(layer, FoldedLayer):
             layer.columns = columns
+
+
+def _log_of(table: Tensor) -> ColumnLog:
+    made = ColumnLog()
+    made.append(table, table != PAD)
+    return made
+
+
+def _joined_logs(first: Tensor, second: Tensor) -> ColumnLog:
+    """What was fed in which column, each (rows, columns); the shorter gets pads before its own."""
+    columns = max(first.shape[1], second.shape[1])
+    made = [functional.pad(x, (columns - x.shape[1], 0), value=PAD) for x in (first, second)]
+    return _log_of(torch.cat(made))
 
 
 def _behind(first: Tensor, second: Tensor) -> Tensor:

@@ -56,7 +56,9 @@ class Sampler:
         for token, bias in self.settings.logit_bias.items():
             logits[token] += bias
         for token, count in self.counts.items():
-            logits[token] -= self.settings.presence_penalty + count * self.settings.frequency_penalty
+            logits[token] -= (
+                self.settings.presence_penalty + count * self.settings.frequency_penalty
+            )
         return logits
 
 
