@@ -63,7 +63,15 @@ class ModelNotFoundError(KvfoldError, OSError):
 
 
 class RequestError(KvfoldError, ValueError):
-    """A request to the engine or the server asks for what can't be had."""
+    """A request to the engine or the server asks for what can't be had.
+
+    param: the part of the request at fault. code: a short name of the fault that programs can read.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
 
 
 class QueueFullError(KvfoldError, RuntimeError):

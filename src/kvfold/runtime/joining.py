@@ -47,7 +47,7 @@ def join_rows(into: Cache, other: Cache) -> None:
     """
     _refuse_strangers(into, other)
     for mine, theirs in zip(into.layers, other.layers, strict=True):
-        if isinstance(mine, FoldedLayer):
+        if isinstance(mine, FoldedLayer) and isinstance(theirs, FoldedLayer):
             _join_folded(mine, theirs)
         elif isinstance(mine, LinearAttentionLayer):
             _join_states(mine, theirs)

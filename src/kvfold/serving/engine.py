@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -94,13 +94,13 @@ class Engine:
         """
         return self.submit_all([(request, sink)])[0]
 
-    def submit_all(self, requests: list[tuple[Request, Sink]]) -> list[Ticket]:
+    def submit_all(self, requests: Sequence[tuple[Request, Sink]]) -> list[Ticket]:
         """Queue several requests, or none of them; see `submit`."""
         for request, _ in requests:
             self._lane(request).check(request)
         tickets = [Ticket(request, sink) for request, sink in requests]
         with self._changed:
-            if self._closing or not self._thread.is_alive():
+            if not self.is_open:
                 raise EngineClosedError("the engine is shutting down; ask another server")
             if len(self._waiting) + len(tickets) > self.queue and self._is_busy(tickets):
                 raise QueueFullError(
@@ -129,6 +129,11 @@ class Engine:
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
             self._changed.notify_all()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread.is_alive() and not self._closing
 
     def state(self) -> EngineState:
         """What waits and runs, at most half a second old."""

@@ -117,13 +117,15 @@ class Lane:
         if request.choices > self.settings.max_rows:
             raise RequestError(
                 f"at most {self.settings.max_rows} choices can be generated at once; got "
-                f"{request.choices}; ask for fewer"
+                f"{request.choices}; ask for fewer",
+                param="n",
             )
         total = len(request.tokens) + request.max_tokens
         if total > self.context:
             raise RequestError(
                 f"prompt and answer may have {self.context} tokens together; got a prompt of "
-                f"{len(request.tokens)} and max_tokens={request.max_tokens}; shorten either"
+                f"{len(request.tokens)} and max_tokens={request.max_tokens}; shorten either",
+                code="context_length_exceeded",
             )
         if max(request.tokens) >= self.anatomy.vocab_size or min(request.tokens) < 0:
             raise RequestError(
