@@ -51,11 +51,9 @@ def test_a_seed_gives_the_same_again_and_a_choice_has_its_own() -> None:
 
 
 def test_without_a_seed_two_rows_differ() -> None:
-    draws = [tuple(Sampler(Sampling()).pick(LOGITS) for _ in range(30)) for _ in range(2)]
     assert (
         Sampler(Sampling()).generator.initial_seed() != Sampler(Sampling()).generator.initial_seed()
     )
-    assert all(set(row) <= {0, 1, 2, 3} for row in draws)
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
@@ -73,7 +71,6 @@ def test_penalties_and_biases_act_on_greedy_choices_too() -> None:
     assert tired.pick(LOGITS) == 0
     tired.note(0)
     assert tired.pick(LOGITS) == 1
-    assert LOGITS[0] == math.log(0.5) or torch.isclose(LOGITS[0], torch.tensor(0.5).log())
 
 
 def test_scores_are_of_the_model_itself() -> None:
