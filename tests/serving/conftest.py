@@ -147,7 +147,7 @@ START = "<answer>"
 CALL = '{"name": "add", "arguments": {"a": 2, "b": "é"}}'
 SCRIPTS = {
     "unicode": "aé世!",
-    "call": "Well: <tool_call>" + CALL + "</tool_call>",
+    "call": "So: <tool_call>" + CALL + "</tool_call>",
 }
 TOOL_TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"

@@ -61,7 +61,7 @@ def test_a_stop_text_across_tokens_is_left_out(client: Any, stop: Any, left: str
     text, _ = said(client.chat.completions.create(**asked, stream=True))
     assert text == whole.choices[0].message.content == left
     assert whole.choices[0].finish_reason == "stop"
-    assert len(whole.choices[0].logprobs.content) >= len(left.encode()) - (stop == "世!") * 0
+    assert len(whole.choices[0].logprobs.content) >= len(left.encode())
     assert whole.choices[0].logprobs.content[0].token == "a"
 
 
@@ -69,13 +69,13 @@ def test_tool_calls_are_found_in_the_text(client: Any) -> None:
     asked = {"model": "call", "messages": ASKED, "tools": TOOLS}
     whole = client.chat.completions.create(**asked).choices[0]
     assert whole.finish_reason == "tool_calls"
-    assert whole.message.content == "Well:"
+    assert whole.message.content == "So:"
     call = whole.message.tool_calls[0].function
     assert (call.name, json.loads(call.arguments)) == ("add", {"a": 2, "b": "é"})
     text, chunks = said(client.chat.completions.create(**asked, stream=True))
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     calls = [call for delta in deltas for call in delta.tool_calls or []]
-    assert text == "Well: "
+    assert text == "So: "
     assert [call.function.name for call in calls] == ["add"]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
