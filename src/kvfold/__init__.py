@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvfold.runtime.attach import attach
     from kvfold.runtime.cache import FoldedCache
     from kvfold.store.addon import AddOn
+    from kvfold.store.prefix_store import PrefixStore
+    from kvfold.store.snapshot import Snapshot
 
 __version__ = "0.1.0"
 
@@ -27,6 +29,8 @@ __all__ = [
     "AddOn",
     "FoldedCache",
     "Plan",
+    "PrefixStore",
+    "Snapshot",
     "__version__",
     "anatomy",
     "attach",
@@ -41,6 +45,8 @@ _HOMES = MappingProxyType(
         "AddOn": "kvfold.store.addon",
         "FoldedCache": "kvfold.runtime.cache",
         "Plan": "kvfold.plan",
+        "PrefixStore": "kvfold.store.prefix_store",
+        "Snapshot": "kvfold.store.snapshot",
         "attach": "kvfold.runtime.attach",
         "evaluate": "kvfold.evaluation.runner",
         "fit": "kvfold.fitting.fit",

@@ -46,6 +46,10 @@ class AddOnError(KvfoldError, ValueError):
     """An add-on's files are missing, damaged, unsafe, or belong to another model."""
 
 
+class SnapshotError(KvfoldError, ValueError):
+    """A stored cache is missing, damaged, or was made by another model, add-on, plan or dtype."""
+
+
 class MissingExtraError(KvfoldError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from kvfold.errors import CacheError
+from kvfold.store.snapshot import Snapshot
 
 CASES = [
     ("llama", "csa2-joint", {"resident": "shared"}),
@@ -95,6 +97,30 @@ def test_rows_leave_a_batch_and_join_another(
             own = torch.cat(together, dim=1)[row]
             helpers.assert_same(own, expected, helpers.tolerance(flipped))
             assert joined.token_ids(row) == prompt[0].tolist() + steps[row].tolist()
+
+
+@each_case
+def test_a_batch_comes_back_from_disk_bit_by_bit(
+    case: Any, helpers: Any, arch: str, method: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """Rows of unequal length in one file, which holds what the plan keeps and little more."""
+    made = case(arch, method, dtype=torch.float32, **keys)
+    ids, mask = helpers.padded([helpers.tokens(n, seed=n) for n in (6, 31)])
+    with made.attach() as attachment:
+        cache = attachment.new_cache()
+        made.run(ids, cache, mask)
+        size = Snapshot.of(cache).save(tmp_path / "batch.kvfold")
+        restored = Snapshot.load(tmp_path / "batch.kvfold", attachment).restore(attachment)
+        before, after = attachment.rows_of(cache), attachment.rows_of(restored)
+        assert restored.seen_tokens == [6, 31]
+        for ours, theirs in zip(after, before, strict=True):
+            assert_equal_states(ours, theirs)
+        tensors = sum(state.nbytes() + 4 * state.seen_tokens for state in before)
+        count = sum(len(state.tensors) + 1 for state in before)
+        assert tensors < size < tensors + 120 * count + 4096
+        step = torch.full((2, 1), 9)
+        mask = torch.cat([restored.attention_mask(), torch.ones(2, 1, dtype=torch.long)], dim=1)
+        assert torch.isfinite(made.run(step, restored, mask)).all()
 
 
 def test_pads_between_tokens_are_left_behind(case: Any, helpers: Any) -> None:

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from kvfold import __version__
 from kvfold.errors import KvfoldError
 
-SUBCOMMANDS = ("inspect", "fit", "evaluate", "sweep", "generate", "serve", "demo")
+SUBCOMMANDS = ("inspect", "fit", "evaluate", "sweep", "generate", "serve", "demo", "snapshot")
 FAILURE = 2
 
 

@@ -91,7 +91,7 @@ def generate_command(
     """Generate and show; see HELP."""
     from kvfold.evaluation.candidates import with_plan
 
-    text = _prompt(prompt, prompt_file)
+    text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, dtype, device)
     changes = {"window": keep_window, "anchors": anchors, "resident": resident}
     addons = {
@@ -132,7 +132,8 @@ def _warnings(addon: AddOnLike, prompt: int, new_tokens: int) -> Iterator[str]:
         )
 
 
-def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The text of the one of both that was given; raises `typer.BadParameter`."""
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("give exactly one of --prompt and --prompt-file")
     if prompt_file is not None:

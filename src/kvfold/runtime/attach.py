@@ -8,7 +8,7 @@ Nothing of a class or of transformers itself is touched, and `detach` leaves the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, get_args
 from weakref import WeakKeyDictionary
@@ -44,8 +44,8 @@ from kvfold.runtime.layer import Rotation, SlotPlaces, StoredSlots, folded_layer
 from kvfold.runtime.linear_states import SkippedStates
 from kvfold.runtime.reading import choose_readings, free_memory
 from kvfold.runtime.schedule import Schedule, Step
-from kvfold.runtime.state import RowState, fill, rows_of
 from kvfold.runtime.stand_ins import attention_forward, last_logits_forward, layer_forward
+from kvfold.runtime.state import Layout, RowState, fill, rows_of
 
 
 class AddOnLike(Protocol):
@@ -101,6 +101,7 @@ class Attachment:
         self, model: Any, addon: AddOnLike, plan: Plan, prompt_logits: PromptLogits = "refuse"
     ) -> None:
         self.model = model
+        self.addon = addon
         self.plan = plan
         self.prompt_logits = prompt_logits
         self.split = plan.split if plan.prefill == "skip" else None
@@ -318,6 +319,12 @@ class Attachment:
         made = self.new_cache()
         fill(self, made, states)
         return made
+
+    def check_row(
+        self, seen: int, found: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> None:
+        """Raise `CacheError` unless a row of so many tokens has such tensors, by shape and dtype."""
+        Layout(self, self.new_cache()).check_parts(seen, found)
 
     @property
     def lower_layers_are_plain(self) -> bool:

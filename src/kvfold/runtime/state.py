@@ -143,7 +143,7 @@ class Layout:
     def _of_store(
         self, name: str, store: SlotStore, shape: tuple[int, int, int]
     ) -> Iterator[_Place]:
-        heads, slots, width = shape
+        heads, slots, _ = shape
         room = rounded(slots)
         if store.codec is None:
             yield _Place(f"{name}.values", store, "values", Part(shape, self.dtype), 0, room)
@@ -165,12 +165,12 @@ class Layout:
         elif store.keep:
             yield from self._of_store(f"{name}.slots", store.slots.stores[0], (1, made, width))
         size = store.partial_size
-        part = Part((1, min(beyond, size), pipeline.record_width), self.dtype)
-        yield _Place(f"{name}.partial", store, "partial", part, 0, size)
+        records = Part((1, min(beyond, size), pipeline.record_width), self.dtype)
+        yield _Place(f"{name}.partial", store, "partial", records, 0, size)
         if store.late:
             size = schedule.pending_size
-            part = Part((1, min(made, size), width), self.dtype)
-            yield _Place(f"{name}.pending", store, "pending", part, 0, size if made else 0)
+            codes = Part((1, min(made, size), width), self.dtype)
+            yield _Place(f"{name}.pending", store, "pending", codes, 0, size if made else 0)
 
     def _unfolded_parts(self, layer: LayerAnatomy, seen: int) -> dict[str, Part]:
         name = f"layers.{layer.index}"
@@ -266,7 +266,7 @@ def fill(attachment: Attachment, cache: FoldedCache, states: Sequence[RowState])
         layout.check(state)
     seen = [state.seen_tokens for state in states]
     most = max(seen, default=0)
-    if most == 0 and not seen:
+    if not states:
         return
     device = attachment.model.device
     _fill_folded(layout, states, device)

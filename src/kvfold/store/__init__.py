@@ -1,1 +1,1 @@
-"""What is kept on disk: add-ons, the identity of their base model, imports of foreign weights."""
+"""What is kept on disk: add-ons, the identity of their base model, foreign weights, caches."""

@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all.
+"""Folders and files that are written whole or not at all.
 
 A new folder is made beside the old one and takes its place by renaming. Whenever the process is
 killed, the old content or the new is found: under the folder's own name, or, between two renames,
@@ -54,6 +54,25 @@ def replacing(target: Path, own: tuple[str, ...]) -> Iterator[Path]:
         _swap(made, target)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file in one rename; a process killed on the way leaves only a `.tmp` file beside it.
+
+    Missing parents are made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def previous(target: Path) -> Path:
