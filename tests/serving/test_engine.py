@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from typing import Any
@@ -175,17 +176,16 @@ class KeptPrefixes:
         self.kept: dict[tuple[int, ...], Any] = {}
 
     def longest(self, tokens: Any) -> FoundPrefix | None:
-        import copy
-
-        for length in range(len(tokens) // self.block * self.block, 0, -self.block):
+        for length in range((len(tokens) - 1) // self.block * self.block, 0, -self.block):
             if tuple(tokens[:length]) in self.kept:
                 return FoundPrefix(copy.deepcopy(self.kept[tuple(tokens[:length])]), length)
         return None
 
-    def put(self, tokens: Any, cache: Any) -> None:
-        import copy
+    def put(self, prompt: Any, length: int, cache: Any) -> None:
+        self.kept[tuple(prompt[:length])] = copy.deepcopy(cache)
 
-        self.kept[tuple(tokens)] = copy.deepcopy(cache)
+    def close(self) -> None:
+        """Nothing is under way."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from kvfold.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from kvfold.serving.lane import Lane
+    from kvfold.serving.loading import StoreOf
 
 HELP = (
     "Serve a model to many clients at once, by OpenAI's API.\n\n"
@@ -83,6 +85,13 @@ def serve_command(
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="How long answers may take to finish at the end.")
     ] = 30.0,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Folder or fsspec URL to keep prompts' folded caches in."),
+    ] = None,
+    store_bytes: Annotated[
+        int, typer.Option(min=1, help="What the store may take; what was used longest ago goes.")
+    ] = 4 * 2**30,
     warm_up: Annotated[
         bool, typer.Option("--warm-up/--no-warm-up", help="Run a few tokens before listening.")
     ] = True,
@@ -107,6 +116,7 @@ def serve_command(
         warm_up=warm_up,
         dtype=dtype,
         device=device,
+        store_of=None if store is None else stores_in(store, store_bytes),
     )
     if not keys and not is_loopback(host):
         screen.print(
@@ -138,6 +148,14 @@ def require_extra() -> None:
             f"serving needs {' and '.join(missing)}; install the extra with pip install "
             "'kvfold[serve]'"
         )
+
+
+def stores_in(where: str, max_bytes: int) -> StoreOf:
+    """Makes stores over one folder or URL; raises `SnapshotError` or `MissingExtraError`."""
+    from kvfold.serving.stored import StoredPrefixes
+    from kvfold.store.prefix_store import PrefixStore
+
+    return partial(StoredPrefixes, PrefixStore(where, max_bytes=max_bytes))
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:
@@ -172,6 +190,7 @@ def load_lanes(
     warm_up: bool,
     dtype: str | None,
     device: str | None,
+    store_of: StoreOf | None,
 ) -> dict[str, Lane]:
     """The model and its add-ons, loaded with progress and warmed up."""
     from kvfold.serving.loading import make_lanes
@@ -182,7 +201,12 @@ def load_lanes(
         status.update(f"loading {len(addons)} add-ons")
         found = load_addons(addons, loaded)
         lanes = make_lanes(
-            loaded, tokenizer, found, plain=name if plain else None, settings=settings
+            loaded,
+            tokenizer,
+            found,
+            plain=name if plain else None,
+            settings=settings,
+            store_of=store_of,
         )
         for lane in lanes.values() if warm_up else ():
             status.update(f"warming up {lane.name}")
@@ -191,6 +215,8 @@ def load_lanes(
     for lane in lanes.values():
         if not lane.together:
             screen.print(f"{lane.name}: rows of this model can't share a cache; each runs alone")
+        if lane.store is not None and not lane.reads_in_chunks:
+            screen.print(f"{lane.name}: its plan reads prompts in one piece; none are kept")
     seconds = time.perf_counter() - started
     screen.print(f"Ready after {seconds:.1f} s: {', '.join(lanes)}", highlight=False)
     return lanes

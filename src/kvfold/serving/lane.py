@@ -15,7 +15,7 @@ from kvfold.runtime.feeding import last_logits
 from kvfold.runtime.joining import is_joinable
 from kvfold.runtime.ledger import plain_bytes
 from kvfold.serving.choice import Choice
-from kvfold.serving.prefix import PrefixStore
+from kvfold.serving.prefix import PrefixCaches
 from kvfold.serving.request import Begun, Failed, Request, Ticket
 from kvfold.serving.rows import Rows, RowsApart, RowsTogether
 
@@ -75,7 +75,7 @@ class Lane:
     model: Any
     tokenizer: Any
     attachment: Attachment | None = None
-    store: PrefixStore | None = None
+    store: PrefixCaches | None = None
     settings: LaneSettings = field(default_factory=LaneSettings)
 
     def __post_init__(self) -> None:
@@ -144,16 +144,15 @@ class Lane:
     def begin(self, ticket: Ticket) -> None:
         """Start to read a prompt, from where a store has it."""
         self.reading = Reading(ticket, None, 0, 0)
-        # The last token is always run, since a cache holds no logits.
         store = self._store_in_use
-        found = None if store is None else store.longest(ticket.request.tokens[:-1])
+        found = None if store is None else store.longest(ticket.request.tokens)
         if found is None:
             self.reading.cache = self.new_cache()
         else:
             self.reading = Reading(ticket, found.cache, found.length, found.length)
 
     @property
-    def _store_in_use(self) -> PrefixStore | None:
+    def _store_in_use(self) -> PrefixCaches | None:
         return self.store if self.reads_in_chunks else None
 
     def read_on(self) -> None:
@@ -183,7 +182,7 @@ class Lane:
     def _offer(self, reading: Reading) -> None:
         store = self._store_in_use
         if store is not None and reading.done % store.block == 0:
-            store.put(reading.ticket.request.tokens[: reading.done], reading.cache)
+            store.put(reading.ticket.request.tokens, reading.done, reading.cache)
 
     def warm_up(self) -> None:
         """Run a few tokens, so that the first request need not wait for what is made once."""

@@ -9,10 +9,10 @@ from kvfold.errors import RequestError
 from kvfold.runtime.attach import AddOnLike, Attachment, attach
 from kvfold.runtime.sharing import sharing_weights
 from kvfold.serving.lane import Lane, LaneSettings
-from kvfold.serving.prefix import PrefixStore
+from kvfold.serving.prefix import PrefixCaches
 
-StoreOf = Callable[[str, Attachment], PrefixStore | None]
-"""The store of a lane, by its name and attachment."""
+StoreOf = Callable[[Attachment], PrefixCaches]
+"""The store of what an attachment makes."""
 
 
 def make_lanes(
@@ -40,13 +40,15 @@ def make_lanes(
     for name, addon in addons.items():
         own = model if not made else sharing_weights(model)
         attachment = attach(own, addon)
-        store = None if store_of is None else store_of(name, attachment)
+        store = None if store_of is None else store_of(attachment)
         made[name] = Lane(name, own, tokenizer, attachment, store, settings)
     return made
 
 
 def close_lanes(lanes: Iterable[Lane]) -> None:
-    """Detach every add-on."""
+    """Detach every add-on, once what its store still writes is written."""
     for lane in lanes:
+        if lane.store is not None:
+            lane.store.close()
         if lane.attachment is not None:
             lane.attachment.detach()

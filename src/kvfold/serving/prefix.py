@@ -15,21 +15,24 @@ class FoundPrefix:
     length: int
 
 
-class PrefixStore(Protocol):
+class PrefixCaches(Protocol):
     """Caches of one model under one add-on (or none), by the tokens that they have seen.
 
     Called in the engine's thread, between steps of other requests: what takes long belongs into a
-    thread of the store's own. block: prompts are read so that they can be kept after every
-    multiple of so many tokens.
+    thread of their own. block: prompts are read so that they can be kept after every multiple of
+    so many tokens.
     """
 
     block: int
 
-    def longest(self, tokens: Sequence[int]) -> FoundPrefix | None:
-        """The cache of the longest kept prefix of these tokens, all of them at most; or None."""
+    def longest(self, prompt: Sequence[int]) -> FoundPrefix | None:
+        """The longest kept prefix of a prompt that leaves one of its tokens or more; or None."""
 
-    def put(self, tokens: Sequence[int], cache: Any) -> None:
-        """Keep what is to be kept of a cache that has seen exactly these tokens.
+    def put(self, prompt: Sequence[int], length: int, cache: Any) -> None:
+        """Keep, if it is worth it, a cache that has seen the first `length` tokens of a prompt.
 
         The cache goes on changing, so what is kept must be copied before this returns.
         """
+
+    def close(self) -> None:
+        """Finish what is under way."""
