@@ -32,7 +32,7 @@ from kvfold.serving.faults import (
 from kvfold.serving.gates import AccessLog, KeyGate, SizeGate
 from kvfold.serving.lane import Lane
 from kvfold.serving.metrics import Metrics
-from kvfold.serving.running import ClientLeftError
+from kvfold.serving.running import AnswerFailedError, ClientLeftError
 from kvfold.serving.schema import ChatRequest, CompletionRequest, ErrorBody
 
 FAULT_ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -111,6 +111,10 @@ def _add_faults(app: FastAPI, engine: Engine) -> None:
     @app.exception_handler(ClientLeftError)
     async def left(_: HttpRequest, error: ClientLeftError) -> Response:
         return nobody_waits()
+
+    @app.exception_handler(AnswerFailedError)
+    async def given_up(_: HttpRequest, error: AnswerFailedError) -> JSONResponse:
+        return _answer(of_error(error.error))
 
     @app.exception_handler(Exception)
     async def failed(_: HttpRequest, error: Exception) -> JSONResponse:

@@ -16,7 +16,7 @@ from kvfold.serving.faults import of_error
 from kvfold.serving.gates import NOTES
 from kvfold.serving.metrics import Metrics
 from kvfold.serving.request import Begun, Ended, Piece
-from kvfold.serving.running import ClientLeftError, Run
+from kvfold.serving.running import AnswerFailedError, ClientLeftError, Run
 from kvfold.serving.schema import Common
 
 CLIENT_LEFT = 499
@@ -71,11 +71,11 @@ class Completions:
             yield "data: [DONE]\n\n"
         except ClientLeftError:
             notes["left"] = True
-        except Exception as error:
+        except AnswerFailedError as failed:
             if not began:
                 raise
-            notes["error"] = str(error)
-            yield _framed(of_error(error).body())
+            notes["error"] = str(failed)
+            yield _framed(of_error(failed.error).body())
         finally:
             self._end(run, wanted.model, notes)
 

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 class Listener(Protocol):
     """Told of the engine's work, in its thread; must return at once."""
 
-    def prompt_read(self, lane: str, tokens: int, cached: int) -> None:
-        """A prompt was read, so many of its tokens from a store."""
+    def prompt_read(self, lane: str, tokens: int, cached: int, choices: int) -> None:
+        """A prompt was read, `cached` of its tokens from a store; every choice has got a token."""
 
     def stepped(self, lane: str, rows: int, seconds: float) -> None:
         """Every row got a token."""
@@ -40,7 +40,7 @@ class Listener(Protocol):
 class Silence:
     """A listener that nobody hears."""
 
-    def prompt_read(self, lane: str, tokens: int, cached: int) -> None:
+    def prompt_read(self, lane: str, tokens: int, cached: int, choices: int) -> None:
         """See `Listener`."""
 
     def stepped(self, lane: str, rows: int, seconds: float) -> None:
@@ -206,8 +206,9 @@ class Engine:
         reading = lane.reading
         assert reading is not None
         self._guarded(lane, lane.read_on)
-        if lane.reading is None and reading.done == len(reading.ticket.request.tokens):
-            self.listener.prompt_read(name, reading.done, reading.cached)
+        request = reading.ticket.request
+        if lane.reading is None and reading.done == len(request.tokens):
+            self.listener.prompt_read(name, reading.done, reading.cached, request.choices)
 
     def _step(self, name: str, lane: Lane) -> None:
         started, rows = time.perf_counter(), len(lane.choices)

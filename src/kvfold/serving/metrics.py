@@ -42,12 +42,11 @@ class Metrics:
         made = f"kvfold_{name}_seconds"
         return Histogram(made, told, labels, buckets=SECONDS, registry=self.registry)
 
-    def prompt_read(self, lane: str, tokens: int, cached: int) -> None:
+    def prompt_read(self, lane: str, tokens: int, cached: int, choices: int) -> None:
         """See `kvfold.serving.engine.Listener`."""
         self.prompt.labels(lane).inc(tokens)
         self.cached.labels(lane).inc(cached)
-        # The first token comes of the prompt's own logits; this counts one a choice's prompt.
-        self.generated.labels(lane).inc()
+        self.generated.labels(lane).inc(choices)
 
     def stepped(self, lane: str, rows: int, seconds: float) -> None:
         """See `kvfold.serving.engine.Listener`."""

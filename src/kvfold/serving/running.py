@@ -21,6 +21,14 @@ class ClientLeftError(Exception):
     """Nobody waits for the answer any more."""
 
 
+class AnswerFailedError(Exception):
+    """The engine gave up on a request, and has logged why."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Run:
     """The requests of one answer, from submission until all choices have ended.
 
@@ -50,12 +58,12 @@ class Run:
     async def events(self) -> AsyncIterator[tuple[int, Begun | Piece | Ended]]:
         """Events with the number of their choice, of its first choice for `Begun`.
 
-        Raises `ClientLeftError`, or the error of a request that failed.
+        Raises `ClientLeftError` or `AnswerFailedError`.
         """
         while self.open:
             first, event = await self._next()
             if isinstance(event, Failed):
-                raise event.error
+                raise AnswerFailedError(event.error)
             self.tally.note(event)
             if isinstance(event, Begun):
                 yield first, event
