@@ -222,7 +222,7 @@ def test_the_embedded_default_answers_plain_and_folded(serve: Any, smollm2: Any)
     from kvfold.store.addon import AddOn
 
     model, tokenizer = smollm2
-    addons = {"folded": AddOn.from_pretrained("smollm2-csa2")}
+    addons = {"folded": AddOn.from_pretrained("smollm2-csa2", dtype=model.dtype)}
     lanes = make_lanes(model, tokenizer, addons, plain="plain", settings=LaneSettings())
     try:
         server = serve(lanes)

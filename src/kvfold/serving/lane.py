@@ -166,8 +166,8 @@ class Lane:
         reading.done = stop
         self._offer(reading)
         if stop == len(request.tokens):
-            self.reading = None
             self._join(reading, logits)
+            self.reading = None
 
     def _chunk_end(self, start: int, total: int) -> int:
         if not self.reads_in_chunks:

@@ -70,10 +70,15 @@ class StoredPrefixes:
             log.warning("not kept: %d caches wait for the disk already", WAITING)
 
     def _is_worth_keeping(self, prompt: Sequence[int], length: int) -> bool:
-        """Whether the prompt has no further block, or parts here from an earlier one's."""
-        last = length + self.block > len(prompt) - 1
+        """Whether the prompt has no further block, or parts here from an earlier one's.
+
+        Not at its very end: the same prompt must leave a token to run, and finds the block before.
+        """
+        end = len(prompt) - 1
+        last = length <= end < length + self.block
         here = self._note(prompt[:length])
-        parts = here and not last and not self._knows(prompt[: length + self.block])
+        further = length + self.block <= end
+        parts = here and further and not self._knows(prompt[: length + self.block])
         return last or parts
 
     def _note(self, tokens: Sequence[int]) -> bool:
