@@ -323,7 +323,7 @@ class Attachment:
     def check_row(
         self, seen: int, found: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> None:
-        """Raise `CacheError` unless a row of so many tokens has such tensors, by shape and dtype."""
+        """Raise `CacheError` unless a row of so many tokens has tensors like these."""
         Layout(self, self.new_cache()).check_parts(seen, found)
 
     @property

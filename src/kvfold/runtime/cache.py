@@ -138,7 +138,7 @@ class FoldedCache(Cache):
         """
         self.columns, self.rows = table.shape[1], list(seen)
         self.padded_columns = self.columns - min(self.rows)
-        self.log.append(table, table != PAD)
+        self.log.append(table)
         for layer in self.layers:
             if isinstance(layer, FoldedLayer):
                 layer.columns = self.columns

@@ -23,16 +23,16 @@ class ColumnLog:
     def __init__(self) -> None:
         self._pieces: list[Tensor] = []
 
-    def append(self, ids: Tensor | None, valid: Tensor) -> None:
+    def append(self, ids: Tensor, valid: Tensor | None = None) -> None:
         """Note new columns.
 
-        ids: (rows, new), None if they are not known. valid: (rows, new) bool, which are tokens.
+        ids: (rows, new); they are copied. valid: (rows or 1, new) bool, which are tokens; None:
+        all.
         """
-        if ids is None:
-            made = torch.full(valid.shape, UNKNOWN, dtype=torch.int32, device=valid.device)
-        else:
-            made = ids.to(torch.int32)
-        self._pieces.append(made.masked_fill(~valid.to(made.device), PAD))
+        made = ids.to(torch.int32, copy=True)
+        if valid is not None:
+            made.masked_fill_(~valid.to(made.device), PAD)
+        self._pieces.append(made)
         if len(self._pieces) > MANY:
             self.table()
 

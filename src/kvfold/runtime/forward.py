@@ -18,6 +18,7 @@ from kvfold.errors import AttachError
 from kvfold.methods import Activations, Source
 from kvfold.runtime.cache import FoldedCache, Running
 from kvfold.runtime.call import DecoderCall
+from kvfold.runtime.columns import UNKNOWN
 from kvfold.runtime.schedule import Step
 from kvfold.runtime.skipping import PLAIN_CHUNK, PREFILL_CHUNK, SkippedPrefill
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kvfold.runtime.attach import Attachment
 
 CACHE_NAMES = ("cache", "past_key_values")
+INPUTS = ("input_ids", "inputs_embeds")
 
 
 class DecoderForward:
@@ -47,8 +49,10 @@ class DecoderForward:
         record = bool(kwargs.pop("kvfold_record", False))
         cache = self._cache(kwargs)
         attention_mask = kwargs.pop("attention_mask", None)
+        if attention_mask is None:
+            attention_mask = self._mask_of_pads(cache, kwargs)
         position_ids = kwargs.pop("position_ids", None)
-        inputs = {n: kwargs.pop(n, None) for n in ("input_ids", "inputs_embeds")}
+        inputs = {n: kwargs.pop(n, None) for n in INPUTS}
         shape = next(x for x in inputs.values() if x is not None).shape
         batch, columns = int(shape[0]), int(shape[1])
         if columns == 0:
@@ -68,6 +72,19 @@ class DecoderForward:
             else:
                 outputs = [self._full(call, start, stop, record) for start, stop in chunks]
         return self._joined(outputs, cache if use_cache else None)
+
+    def _mask_of_pads(self, cache: FoldedCache, kwargs: dict[str, Any]) -> Tensor | None:
+        """What a caller leaves out who has no pads among new tokens, but whose cache has some.
+
+        Folded layers count real tokens; the others would see the pads.
+        """
+        if not cache.padded_columns or len(cache.folded) == self.attachment.anatomy.num_layers:
+            return None
+        before = cache.attention_mask()
+        new = next(x for n in INPUTS if (x := kwargs.get(n)) is not None).shape[:2]
+        if new[0] != before.shape[0]:
+            return None
+        return torch.cat([before, before.new_ones(new)], dim=1)
 
     def _skips(self, call: DecoderCall, record: bool) -> bool:
         """Whether some row's new tokens are more than are replayed; refuses what can't be had."""
@@ -128,8 +145,10 @@ class DecoderForward:
             mask = mask[:, : mask.shape[1] - call.columns + stop]
         inputs = {n: None if x is None else x[:, start:stop] for n, x in call.inputs.items()}
         output = self._run_layers(call, inputs, mask, running.tokens, running, {}, keep)
-        valid = running.tokens.valid.expand(call.batch, -1)
-        call.cache.log.append(inputs["input_ids"], valid)
+        ids, step = inputs["input_ids"], running.tokens
+        if ids is None:
+            ids = torch.full((call.batch, stop - start), UNKNOWN, device=step.device)
+        call.cache.log.append(ids, None if step.uniform else step.valid)
         return output
 
     def run_upper(
