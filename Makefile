@@ -75,6 +75,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/prefill_table.py --data $(DATA)
 	$(BIN)/python benchmarks/prefill_speed.py
 	$(BIN)/python benchmarks/card_table.py
+	$(BIN)/python benchmarks/distil_table.py --data $(DATA)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,6 +1,6 @@
 """Write documents of the tiny hybrid's own language, for recipes to train and measure on.
 
-    python training/tales.py --out DIR [--documents 700]
+    python training/tales.py --out DIR [--documents 1400]
 
 DIR/tales.jsonl then has one document a line, of 1,024 words each. They are of seeds that neither
 the hybrid nor any published measurement has seen.
@@ -30,7 +30,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--documents", type=int, default=700)
+    parser.add_argument("--documents", type=int, default=1400)
     chosen = parser.parse_args()
     write_atomically(chosen.out / "tales.jsonl", tales(chosen.documents).encode())
 

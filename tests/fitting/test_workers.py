@@ -202,6 +202,22 @@ def test_a_recipe_goes_on_after_the_loss_of_a_worker(
     assert min(line["step"] for line in logged[begun:] if "kl" in line) == 5
 
 
+@pytest.mark.slow
+def test_a_model_spread_over_two_processes_gives_the_same_add_on(folder: Path) -> None:
+    wanted, _ = _finished("unsharded", folder / "whole", 2)
+    for found in _finished("sharded", folder / "spread", 2):
+        for name, weight in wanted.items():
+            torch.testing.assert_close(found[name], weight, rtol=CURVES_CLOSE, atol=1e-5)
+    whole, *spread = (
+        json.loads((folder / name).read_text())
+        for name in ("whole/0.json", "spread/0.json", "spread/1.json")
+    )
+    assert [made["held"] / made["whole"] for made in (whole, *spread)] == [1.0, 0.5, 0.5]
+    assert any(stage["kept"] for stage in whole["report"]["stages"])
+    cosines = [made["report"]["mean_attention_cosine"] for made in (whole, *spread)]
+    assert cosines[1:] == pytest.approx([cosines[0]] * 2, rel=CURVES_CLOSE)
+
+
 def test_workers_that_differ_are_told(tmp_path: Path) -> None:
     for status, said in _run("differing", tmp_path, 2):
         assert status == 0, said

@@ -25,6 +25,7 @@ from kvfold.fitting.stages import run_recipe
 from kvfold.fitting.workers import Workers
 from kvfold.plan import Plan
 from kvfold.runtime.capture import capture
+from kvfold.runtime.sharding import shard
 
 LOST = 17
 """Exit status of a worker that was told of another's loss by the right error."""
@@ -203,6 +204,35 @@ def recipe(workers: Workers, folder: Path) -> None:
     (folder / f"{workers.rank}.json").write_text(json.dumps(addon.report))
 
 
+def sharded(workers: Workers, folder: Path) -> None:
+    """All stages of a recipe, on a model that is spread over the workers."""
+    unsharded(workers, folder, spread=True)
+
+
+def unsharded(workers: Workers, folder: Path, *, spread: bool = False) -> None:
+    """All stages of a recipe without text of the model's own."""
+    own = [part for part in RECIPE["text"] if part["source"] != "self"]  # type: ignore[index]
+    chosen = Recipe.from_dict({**RECIPE, "text": own, "held_out": 384})
+    model = tiny_model(160)
+    layers = model.get_decoder().layers
+    whole = sum(weight.numel() for weight in layers.parameters())
+    if spread:
+        shard(model, "cpu")
+    held = sum(getattr(w, "_local_tensor", w).numel() for w in layers.parameters())
+    addon = run_recipe(
+        chosen,
+        model,
+        Letters(),
+        folder / "work",
+        data=folder.parent / "data",
+        progress=False,
+        workers=workers,
+    )
+    torch.save(dict(enumerate(addon.parameters())), folder / f"{workers.rank}.pt")
+    figures = {"report": addon.report, "whole": whole, "held": held}
+    (folder / f"{workers.rank}.json").write_text(json.dumps(figures))
+
+
 def recipe_killed(workers: Workers, folder: Path) -> None:
     """The same recipe, of which worker 1 dies while it distils."""
     real = Distiller.step
@@ -228,6 +258,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     job, out = sys.argv[1], Path(sys.argv[2])
     joined = Workers.join(cpu=True, timeout=timedelta(seconds=300))
-    jobs = (sums, tiny_fit, killed, recipe, recipe_killed, differing)
+    jobs = (sums, tiny_fit, killed, recipe, sharded, unsharded, recipe_killed, differing)
     {made.__name__: made for made in jobs}[job](joined, out)
     joined.leave()

@@ -90,7 +90,7 @@ SAID_BY_RECIPES = (
 )
 
 OF_DRY_RUNS = ("memory_limit", "machine", "operations_per_second")
-NOT_OF_DRY_RUNS = ("output", "log", "resume", "force")
+NOT_OF_DRY_RUNS = ("output", "log", "resume", "force", "shard")
 
 
 def register(app: typer.Typer) -> None:
@@ -194,6 +194,14 @@ def fit_command(
             min=1, help="Steps that pooling gates are trained for, if not as many as usual."
         ),
     ] = None,
+    shard: Annotated[
+        bool,
+        typer.Option(
+            "--shard",
+            help="Spread the base model's layers over the processes of a recipe that torchrun or "
+            "accelerate started (FSDP), for models that one device has no room for.",
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the folder.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from an interrupted fit.")
@@ -221,11 +229,22 @@ def fit_command(
         _refuse_given(context, SAID_BY_RECIPES, "is said by the recipe; change it there")
         fit_recipe(
             RecipeOptions(
-                recipe, output, model, data, log, track, json_file, force, resume, dtype, device
+                recipe,
+                output,
+                model,
+                data,
+                log,
+                track,
+                json_file,
+                force,
+                resume,
+                dtype,
+                device,
+                shard,
             )
         )
         return
-    _refuse_given(context, ("data", "log", "track"), "is for --recipe FILE")
+    _refuse_given(context, ("data", "log", "track", "shard"), "is for --recipe FILE")
     if model is None:
         raise typer.BadParameter("name a MODEL, or a --recipe FILE that does")
     only_one(preset=preset, plan=plan, times_smaller=times_smaller, bytes_per_token=bytes_per_token)

@@ -24,6 +24,7 @@ from kvfold.cli.options import console, load_model
 if TYPE_CHECKING:
     from kvfold.fitting.recipe import Recipe
     from kvfold.fitting.trackers import TrackerName
+    from kvfold.fitting.workers import Workers
     from kvfold.store.addon import AddOn
 
 
@@ -42,6 +43,7 @@ class RecipeOptions:
     resume: bool
     dtype: str | None
     device: str | None
+    shard: bool = False
 
 
 def fit_recipe(options: RecipeOptions) -> None:
@@ -49,6 +51,7 @@ def fit_recipe(options: RecipeOptions) -> None:
     from kvfold.anatomy import anatomy
     from kvfold.describe import describe
     from kvfold.fitting.json_lines import JsonLines
+    from kvfold.fitting.shard_checks import check_sharded
     from kvfold.fitting.stages import check_recipe, run_recipe
     from kvfold.fitting.trackers import tracking
     from kvfold.fitting.workers import Workers
@@ -62,12 +65,14 @@ def fit_recipe(options: RecipeOptions) -> None:
     began = time.perf_counter()
     shape = anatomy(load_config(recipe.model_name))
     plan = check_recipe(recipe, shape, options.data)
+    if options.shard:
+        check_sharded(recipe, plan, workers)
     screen.print(f"Recipe: {recipe.name}", highlight=False, markup=False)
     screen.print(f"Plan: {describe(plan, shape)}", highlight=False)
     work = options.output.with_name(f"{options.output.name}.work")
     if not options.resume and workers.first:
         remove(work)
-    model, tokenizer = load_model(recipe.model_name, recipe.dtype, workers.own_device(device))
+    model, tokenizer = _load(recipe, device, workers, shard=options.shard)
     workers.barrier()
     name, curves = options.output.name, options.output.with_name(f"{options.output.name}.curves")
     with (
@@ -94,6 +99,17 @@ def fit_recipe(options: RecipeOptions) -> None:
         screen.print("The folder has a README.md of its own, so no model card was written.")
     seconds = time.perf_counter() - began
     say_where(screen, addon, options.output, seconds, recipe.model_name, needs_data=True)
+
+
+def _load(recipe: Recipe, device: str | None, workers: Workers, *, shard: bool) -> tuple[Any, Any]:
+    """The base model and its tokenizer; a sharded one never stands whole on an accelerator."""
+    from kvfold.runtime.sharding import shard as spread
+
+    own = workers.own_device(device)
+    model, tokenizer = load_model(recipe.model_name, recipe.dtype, "cpu" if shard else own)
+    if shard:
+        spread(model, own or workers.device)
+    return model, tokenizer
 
 
 def read_recipe(path: Path, model: str | None, dtype: str | None) -> Recipe:

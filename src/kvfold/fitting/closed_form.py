@@ -35,6 +35,7 @@ from kvfold.fitting.wide import wide
 from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import Activations, Source, depth_methods
 from kvfold.runtime.capture import capture
+from kvfold.runtime.sharding import is_sharded
 from kvfold.store.addon import AddOn
 
 TOKENS_PER_BATCH = 1024
@@ -218,6 +219,8 @@ class ClosedForm:
             activations = self._activations(sources, ids)
             for task in tasks:
                 task.add(activations)
+        elif is_sharded(self.model):  # the others need this worker's part of the weights
+            self._activations(sources, taken[:1])
         return len(taken)
 
     def _activations(self, sources: frozenset[Source], ids: Tensor) -> Activations:

@@ -14,7 +14,8 @@ What is trained is an argument: `kvfold.fitting.gates` trains pooling gates only
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from kvfold.fitting.workers import ALONE, Workers
 from kvfold.methods import Activations, Pipeline
 from kvfold.plan import Plan
 from kvfold.runtime.layer import Reading, folded_layers
+from kvfold.runtime.sharding import whole
 
 LEAST_SEQ = 1024
 """Tokens a row should have, or the history that is trained on is too short to matter."""
@@ -173,7 +175,7 @@ class AttentionDescent:
         """
         losses: dict[int, float] = {}
         for pipeline in self.pipelines if pipelines is None else pipelines:
-            with torch.enable_grad():
+            with self.whole_layers(pipeline), torch.enable_grad():
                 found = self.drawn_errors(pipeline, exact, known)
                 total = torch.stack(list(found.values())).sum()
                 if total.requires_grad:  # not where all layers hold what they read as it is
@@ -191,6 +193,14 @@ class AttentionDescent:
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(losses)
         self.done += 1
+
+    @contextmanager
+    def whole_layers(self, pipeline: Pipeline) -> Iterator[None]:
+        """Hold all weights of a pipeline's layers, while errors and gradients are worked out."""
+        with ExitStack() as stack:
+            for layer in pipeline.layers:
+                stack.enter_context(whole(self.model, layer))
+            yield
 
     def drawn_errors(
         self, pipeline: Pipeline, exact: Activations, known: KnownOutputs

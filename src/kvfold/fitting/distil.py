@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,13 @@ from kvfold.fitting.json_lines import Log
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.scaled_adam import ScaledAdam
 from kvfold.fitting.seeds import derived_seed
-from kvfold.fitting.shared_steps import average_gradients, require_even, start_alike, summed
+from kvfold.fitting.shared_steps import (
+    average_gradients,
+    require_even,
+    require_even_looks,
+    start_alike,
+    summed,
+)
 from kvfold.fitting.weight_scales import start_weights, weight_groups
 from kvfold.fitting.wide import wide
 from kvfold.fitting.workers import ALONE, Workers
@@ -114,6 +120,7 @@ class Distiller:
         self.model, self.addon, self.mixture, self.settings = model, addon, mixture, settings
         self.held_out, self.workers = held_out, workers
         require_even(workers, settings.rows, "distilling")
+        require_even_looks(workers, model, len(self._held_out_batches()))
         lora = addon.lora
         self.student = self._student(addon.plan)
         self.students = [self.student, *map(self._student, self._regrouped())]
@@ -274,13 +281,15 @@ class Distiller:
                 found = capture(self.model, student.shape, student.sources, ids)
         return found, teacher
 
+    def _held_out_batches(self) -> Sequence[Tensor]:
+        at_once = self.settings.rows_at_once or self.settings.rows // self.workers.count
+        return torch.split(self.held_out, at_once)
+
     @torch.no_grad()
     def _look(self, log: Log | None) -> None:
         """Measure the held-out rows, and keep the weights if they are the best so far."""
         parts = []
-        at_once = self.settings.rows_at_once or self.settings.rows // self.workers.count
-        batches = torch.split(self.held_out, at_once)
-        for ids in batches[self.workers.rank :: self.workers.count]:
+        for ids in self._held_out_batches()[self.workers.rank :: self.workers.count]:
             found, teacher = self._teach(ids)
             with adapted(self.model, self.addon.lora), self.student.running():
                 hidden = self.student(found)

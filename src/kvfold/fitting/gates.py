@@ -172,7 +172,8 @@ class GateTrainer:
             for start in (0.0, math.log(gate.group)):
                 for bias in gate.mass.values():
                     bias.fill_(start)
-                errors = self.descent.drawn_errors(pipeline, exact, known)
+                with self.descent.whole_layers(pipeline):
+                    errors = self.descent.drawn_errors(pipeline, exact, known)
                 found.append((sum(float(error) for error in errors.values()), start))
             for bias in gate.mass.values():
                 bias.fill_(min(found)[1])

@@ -35,7 +35,7 @@ from kvfold.fitting.gram import exact_dtype
 from kvfold.fitting.json_lines import Log
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.parts import PARTS, Part, check_parts, parameters_of, units
-from kvfold.fitting.shared_steps import require_even, summed
+from kvfold.fitting.shared_steps import require_even, require_even_looks, summed
 from kvfold.fitting.weight_scales import start_weights, weight_groups
 from kvfold.fitting.wide import wide
 from kvfold.fitting.workers import ALONE, Workers
@@ -117,6 +117,7 @@ def refine(
         return {}
     started = time.perf_counter()
     require_even(workers, settings.rows, "refining")
+    require_even_looks(workers, model, min(len(held_out), LOOK_ROWS))
     shown = progress and workers.first
     with wide(addon, model), frozen(model), progress_bar(shown) as (bar, _):
         digest = _digest(addon, mixture, held_out, settings)
@@ -294,7 +295,8 @@ class Refinement:
             for pipeline in training:
                 for window in self.descent.windows:
                     positions = self._spread_positions(pipeline, window)
-                    errors = self.descent.errors(pipeline, exact, positions, window, {})
+                    with self.descent.whole_layers(pipeline):
+                        errors = self.descent.errors(pipeline, exact, positions, window, {})
                     for layer, error in errors.items():
                         found[layer] += float(error)
         found = dict(zip(found, summed(self.workers, list(found.values())), strict=True))

@@ -27,6 +27,7 @@ from kvfold.methods import Activations, Pipeline, Source
 from kvfold.plan import Plan
 from kvfold.runtime.capture import capture
 from kvfold.runtime.layer import FoldedAttention, folded_layers
+from kvfold.runtime.sharding import whole
 
 
 class _Explained:
@@ -101,7 +102,9 @@ def report_fit(
             made = records[pipeline]
             decoded = pipeline.depth.decode(layer, made[..., : pipeline.depth.code_width])
             _add_explained(report, shape, plan.anchors, exact, decoded)
-            _add_attention(report, model, plan, exact, pipeline.whole_slots(made, plan.anchors))
+            with whole(model, layer):
+                slots = pipeline.whole_slots(made, plan.anchors)
+                _add_attention(report, model, plan, exact, slots)
     layers = {str(layer): reports[layer].to_dict() for layer in sorted(reports)}
     cosines = [r.cosine / r.queries for r in reports.values() if r.queries]
     return {

@@ -8,12 +8,14 @@ nothing but gradients and a few numbers is exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvfold.errors import FitError
 from kvfold.fitting.workers import Workers
+from kvfold.runtime.sharding import is_sharded
 
 
 def require_even(workers: Workers, rows: int, stage: str) -> None:
@@ -23,6 +25,18 @@ def require_even(workers: Workers, rows: int, stage: str) -> None:
             f"{stage}'s rows of a step must be divisible by the number of workers, so that each "
             f"takes as many; got {rows} rows for {workers.count} workers; change rows, or start "
             "another number"
+        )
+
+
+def require_even_looks(workers: Workers, model: Any, batches: int) -> None:
+    """Raise `FitError` where a model's layers are spread and held-out rows can't be shared evenly.
+
+    A worker that runs the model once more than the others would wait for their weights for ever.
+    """
+    if batches % workers.count and is_sharded(model):
+        raise FitError(
+            "on a sharded model every worker must look at as many batches of held-out rows; got "
+            f"{batches} for {workers.count} workers; change held_out, or rows of a step"
         )
 
 

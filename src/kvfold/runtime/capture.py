@@ -24,6 +24,7 @@ from kvfold.anatomy import (
 )
 from kvfold.errors import FitError
 from kvfold.methods import Activations, Source
+from kvfold.runtime.sharding import is_sharded
 
 
 class _CapturedAllError(Exception):
@@ -58,7 +59,8 @@ def capture(
     """
     if not sources:
         return {}
-    return _run(model, anatomy, sources, input_ids, stops=True)[0]
+    # Layers that are spread over processes end a forward as they began it, or not at all.
+    return _run(model, anatomy, sources, input_ids, stops=not is_sharded(model))[0]
 
 
 @torch.no_grad()

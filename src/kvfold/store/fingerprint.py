@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvfold.anatomy import FAMILIES, Anatomy, LayerAnatomy, anatomy, text_decoder
 from kvfold.errors import AddOnError
+from kvfold.runtime.sharding import gathered
 
 SAMPLES = 512
 """Weights sampled from the whole model, at least one from each floating tensor of a layer."""
@@ -199,6 +200,7 @@ def _sampled(model: Any) -> Iterator[tuple[str, Tensor, int]]:
 
 def _sample(tensor: Tensor, count: int) -> tuple[float, ...]:
     """Values at places spread over the tensor by the golden section."""
+    tensor = gathered(tensor)
     golden = (math.sqrt(5) - 1) / 2
     places = [int(((index + 1) * golden) % 1.0 * tensor.numel()) for index in range(count)]
     index = torch.tensor(places, device=tensor.device)
