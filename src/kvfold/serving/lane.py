@@ -18,6 +18,7 @@ from kvfold.serving.choice import Choice
 from kvfold.serving.prefix import PrefixCaches
 from kvfold.serving.request import Begun, Failed, Request, Ticket
 from kvfold.serving.rows import Rows, RowsApart, RowsTogether
+from kvfold.store.prefix_store import resumes_as_cold
 
 if TYPE_CHECKING:
     from kvfold.runtime.attach import Attachment
@@ -107,10 +108,7 @@ class Lane:
         So it is by the law of chunks for folded prompts. Where the prompt's own queries see all
         of it, or most of it skips layers, pieces would be another computation.
         """
-        if self.attachment is None:
-            return True
-        plan = self.attachment.plan
-        return plan.prefill_attention == "folded" and plan.prefill == "full"
+        return self.attachment is None or resumes_as_cold(self.attachment.plan)
 
     def check(self, request: Request) -> None:
         """Raise `RequestError` for a request that this lane can never run."""
