@@ -142,6 +142,29 @@ def cache_argument() -> Callable[[Any, Any], dict[str, Any]]:
     return _cache_argument
 
 
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Any:
+    """A tokenizer of 261 tokens: every byte is one. Its template has no tools."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>", "<user>", "<answer>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    wrapped.add_special_tokens({"additional_special_tokens": special[3:]})
+    wrapped.chat_template = (
+        "{% for m in messages %}<user>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<answer>{% endif %}"
+    )
+    return wrapped
+
+
 @pytest.fixture(params=FAMILY_NAMES)
 def family(request: pytest.FixtureRequest) -> str:
     """Each family in turn."""

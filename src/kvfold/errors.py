@@ -64,3 +64,23 @@ class ReportError(KvfoldError, OSError):
 
 class ModelNotFoundError(KvfoldError, OSError):
     """There is no model of this name, neither embedded nor in a folder nor on the hub."""
+
+
+class RequestError(KvfoldError, ValueError):
+    """A request to the engine or the server asks for what can't be had.
+
+    param: the part of the request at fault. code: a short name of the fault that programs can read.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class QueueFullError(KvfoldError, RuntimeError):
+    """As many requests wait as may; try again later."""
+
+
+class EngineClosedError(KvfoldError, RuntimeError):
+    """The engine is shutting down, or has ended because of a fault."""

@@ -8,37 +8,14 @@ from typer.testing import CliRunner
 from kvfold.cli import build_app
 
 
-def byte_tokenizer():
-    """A tokenizer of 261 tokens: every byte is one."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<pad>", "<s>", "</s>", "<user>", "<answer>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*special, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
-    wrapped.add_special_tokens({"additional_special_tokens": special[3:]})
-    wrapped.chat_template = (
-        "{% for m in messages %}<user>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<answer>{% endif %}"
-    )
-    return wrapped
-
-
 @pytest.fixture(scope="session")
-def model_folder(tiny_model, tmp_path_factory):
+def model_folder(tiny_model, byte_tokenizer, tmp_path_factory):
     """`model_folder(family)`: a folder with a tiny model and a tokenizer of bytes."""
 
     def make(family, name):
         folder = tmp_path_factory.mktemp("models") / name
-        tokenizer = byte_tokenizer()
-        tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        tiny_model(family, vocab_size=len(byte_tokenizer)).save_pretrained(folder)
+        byte_tokenizer.save_pretrained(folder)
         return folder
 
     return make

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvfold.evaluation import speed
-from kvfold.evaluation.speed import SpeedSettings, cache_argument, measure_speed
+from kvfold.evaluation.speed import SpeedSettings, measure_speed
 from kvfold.plan import Plan
+from kvfold.runtime.feeding import cache_argument
 
 PLAN = Plan.from_dict(
     {"anchors": 2, "window": 4, "depth": [{"method": "csa2", "source": 3, "readers": [4, 5]}]}

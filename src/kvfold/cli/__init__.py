@@ -22,6 +22,7 @@ SUBCOMMANDS = (
     "report",
     "sweep",
     "generate",
+    "serve",
     "snapshot",
     "demo",
     "lm_eval",

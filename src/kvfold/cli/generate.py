@@ -194,7 +194,8 @@ def _answer(
 
     from kvfold.anatomy import anatomy
     from kvfold.evaluation.candidates import skipped_tokens
-    from kvfold.evaluation.speed import cache_argument, cache_maker
+    from kvfold.evaluation.speed import cache_maker
+    from kvfold.runtime.feeding import cache_argument
     from kvfold.runtime.ledger import plain_bytes
 
     torch.manual_seed(seed)

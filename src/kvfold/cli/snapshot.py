@@ -130,7 +130,7 @@ def _make(
     """Where the snapshot of a prompt was written, and its bytes beside the plain cache's."""
     import torch
 
-    from kvfold.evaluation.speed import cache_argument
+    from kvfold.runtime.feeding import cache_argument
     from kvfold.runtime.ledger import plain_bytes
     from kvfold.store.prefix_store import PrefixStore, resumes_as_cold
     from kvfold.store.snapshot import Snapshot

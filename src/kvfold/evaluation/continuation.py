@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.greedy import read
-from kvfold.evaluation.speed import cache_argument
+from kvfold.runtime.feeding import cache_argument
 
 CHUNK = 32
 """Tokens of the continuation in one forward."""

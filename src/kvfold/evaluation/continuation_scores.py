@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.continuation import CHUNK
-from kvfold.evaluation.speed import cache_argument
 from kvfold.plan import Plan
+from kvfold.runtime.feeding import cache_argument
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of its continuation, at least one of each."""

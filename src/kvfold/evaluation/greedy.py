@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.evaluation.speed import cache_argument
+from kvfold.runtime.feeding import cache_argument
 
 
 @torch.no_grad()

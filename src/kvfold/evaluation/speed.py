@@ -6,7 +6,6 @@ that slows down for a while slows all of them. Attaching and warming up are not 
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from transformers import DynamicCache
 
 from kvfold.evaluation.peak import peak_memory
 from kvfold.runtime.attach import AddOnLike, attach
+from kvfold.runtime.feeding import cache_argument
 
 WARM_UP_TOKENS = 16
 
@@ -50,11 +50,6 @@ class SpeedSettings:
     history: int = 1024
     decode_tokens: int = 16
     repeats: int = 3
-
-
-def cache_argument(model: Any) -> str:
-    """What this release of transformers calls the cache argument of a forward."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def measure_speed(

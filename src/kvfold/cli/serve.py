@@ -1,0 +1,245 @@
+"""`kvfold serve`: an OpenAI-compatible server for a model, plain and under add-ons."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvfold.cli.options import DeviceOption, DtypeOption, load_addons, load_model, say_plans
+from kvfold.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from kvfold.serving.lane import Lane
+    from kvfold.serving.loading import StoreOf
+
+HELP = (
+    "Serve a model to many clients at once, by OpenAI's API.\n\n"
+    "The plain model answers by the name given here, and each add-on's folded one by the "
+    "add-on's name, on one set of weights. GET /v1/models lists them.\n\n"
+    "Example: kvfold serve --demo"
+)
+DEMO_MODEL = "smollm2-135m"
+DEMO_ADDON = "smollm2-csa2"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the subcommand."""
+    app.command("serve", help=HELP)(serve_command)
+
+
+def serve_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="smollm2-135m (embedded), tiny-hybrid, a folder or a hub id."
+        ),
+    ] = None,
+    addon: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--addon",
+            metavar="DIR",
+            help="Add-on folder, one that comes with kvfold, or hub id; may be repeated.",
+        ),
+    ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help=f"Serve {DEMO_MODEL} with the add-on {DEMO_ADDON}.")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain/--no-plain", help="Serve the model without add-ons as well.")
+    ] = True,
+    host: Annotated[str, typer.Option(help="Address to listen on; this machine only.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose.")] = 8000,
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="Answers of one model that are generated at once.")
+    ] = 16,
+    queue: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; more get status 429.")
+    ] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 4096,
+    context: Annotated[
+        int | None,
+        typer.Option(min=2, help="The most tokens of prompt and answer; the model's own if not."),
+    ] = None,
+    prefill_chunk: Annotated[
+        int, typer.Option(min=1, help="Prompt tokens read between two steps of running answers.")
+    ] = 256,
+    max_body: Annotated[int, typer.Option(min=1024, help="The largest body, in bytes.")] = 4
+    * 2**20,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Keys, one a line; requests must bring one of them."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Origin whose pages may ask; may be repeated."),
+    ] = None,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="How long answers may take to finish at the end.")
+    ] = 30.0,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Folder or fsspec URL to keep prompts' folded caches in."),
+    ] = None,
+    store_bytes: Annotated[
+        int, typer.Option(min=1, help="What the store may take; what was used longest ago goes.")
+    ] = 4 * 2**30,
+    warm_up: Annotated[
+        bool, typer.Option("--warm-up/--no-warm-up", help="Run a few tokens before listening.")
+    ] = True,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Load, warm up, and serve until told to stop; see HELP."""
+    if demo and (model or addon):
+        raise typer.BadParameter("--demo names model and add-on itself; leave them out")
+    name = DEMO_MODEL if demo or model is None else model
+    require_extra()
+    from kvfold.serving.lane import LaneSettings
+
+    keys = read_keys(api_key_file)
+    screen = Console(stderr=True)
+    lanes = load_lanes(
+        screen,
+        name,
+        [DEMO_ADDON] if demo else addon or [],
+        LaneSettings(max_rows=max_batch, chunk=prefill_chunk, context=context),
+        plain=plain,
+        warm_up=warm_up,
+        dtype=dtype,
+        device=device,
+        store_of=None if store is None else stores_in(store, store_bytes),
+    )
+    if not keys and not is_loopback(host):
+        screen.print(
+            f"Listening on {host} without a key: whoever reaches this machine can use it. "
+            "--api-key-file asks for one.",
+            style="yellow",
+        )
+    from kvfold.serving.app import ServerSettings
+    from kvfold.serving.asking import Limits
+
+    settings = ServerSettings(
+        keys=keys,
+        cors=tuple(cors_origin or ()),
+        body_bytes=max_body,
+        drain_seconds=drain_seconds,
+        limits=Limits(max_tokens=max_tokens),
+    )
+    _serve(screen, lanes, queue, settings, host, port)
+
+
+def require_extra() -> None:
+    """Raise `MissingExtraError` where a package that only serving needs is not installed."""
+    from importlib.util import find_spec
+
+    needed = ("fastapi", "jinja2", "prometheus_client", "uvicorn")
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"serving needs {' and '.join(missing)}; install the extra with pip install "
+            "'kvfold[serve]'"
+        )
+
+
+def stores_in(where: str, max_bytes: int) -> StoreOf:
+    """Makes stores over one folder or URL; raises `SnapshotError` or `MissingExtraError`."""
+    from kvfold.serving.stored import StoredPrefixes
+    from kvfold.store.prefix_store import PrefixStore
+
+    return partial(StoredPrefixes, PrefixStore(where, max_bytes=max_bytes))
+
+
+def read_keys(path: Path | None) -> tuple[str, ...]:
+    """Keys from a file, one a line; raises `typer.BadParameter` for a file without any."""
+    if path is None:
+        return ()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"can't read the keys in {path}: {error}") from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise typer.BadParameter(f"{path} must hold a key in at least one line; it is empty")
+    return keys
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def load_lanes(
+    screen: Console,
+    name: str,
+    addons: list[str],
+    settings: Any,
+    *,
+    plain: bool,
+    warm_up: bool,
+    dtype: str | None,
+    device: str | None,
+    store_of: StoreOf | None,
+) -> dict[str, Lane]:
+    """The model and its add-ons, loaded with progress and warmed up."""
+    from kvfold.serving.loading import make_lanes
+
+    started = time.perf_counter()
+    with screen.status(f"loading {name}") as status:
+        loaded, tokenizer = load_model(name, dtype, device)
+        status.update(f"loading {len(addons)} add-ons")
+        found = load_addons(addons, loaded)
+        lanes = make_lanes(
+            loaded,
+            tokenizer,
+            found,
+            plain=name if plain else None,
+            settings=settings,
+            store_of=store_of,
+        )
+        for lane in lanes.values() if warm_up else ():
+            status.update(f"warming up {lane.name}")
+            lane.warm_up()
+    say_plans(screen, loaded, found)
+    for lane in lanes.values():
+        if not lane.together:
+            screen.print(f"{lane.name}: rows of this model can't share a cache; each runs alone")
+        if lane.store is not None and not lane.reads_in_chunks:
+            screen.print(f"{lane.name}: its plan reads prompts in one piece; none are kept")
+    seconds = time.perf_counter() - started
+    screen.print(f"Ready after {seconds:.1f} s: {', '.join(lanes)}", highlight=False)
+    return lanes
+
+
+def _serve(
+    screen: Console, lanes: dict[str, Lane], queue: int, settings: Any, host: str, port: int
+) -> None:
+    from kvfold.serving.app import create_app
+    from kvfold.serving.engine import Engine
+    from kvfold.serving.loading import close_lanes
+    from kvfold.serving.metrics import Metrics
+    from kvfold.serving.server import log_as_json_lines, make_server
+
+    metrics = Metrics()
+    engine = Engine(lanes, queue=queue, listener=metrics)
+    log_as_json_lines()
+    server = make_server(create_app(engine, settings, metrics), host, port, settings.drain_seconds)
+    shown = f"[{host}]" if ":" in host else host
+    screen.print(f"http://{shown}:{port}/v1  (Ctrl-C ends it)", highlight=False)
+    try:
+        server.run()
+    finally:
+        close_lanes(lanes.values())
+    if not server.started:
+        raise typer.Exit(1)

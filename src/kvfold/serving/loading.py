@@ -1,0 +1,54 @@
+"""From a model and its add-ons to lanes, one set of weights for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kvfold.errors import RequestError
+from kvfold.runtime.attach import AddOnLike, Attachment, attach
+from kvfold.runtime.sharing import sharing_weights
+from kvfold.serving.lane import Lane, LaneSettings
+from kvfold.serving.prefix import PrefixCaches
+
+StoreOf = Callable[[Attachment], PrefixCaches]
+"""The store of what an attachment makes."""
+
+
+def make_lanes(
+    model: Any,
+    tokenizer: Any,
+    addons: Mapping[str, AddOnLike],
+    *,
+    plain: str | None,
+    settings: LaneSettings,
+    store_of: StoreOf | None = None,
+) -> dict[str, Lane]:
+    """Lanes by name: one for each add-on, and one for the model without any.
+
+    plain: the name of the latter, None to leave it out. `close_lanes` takes the add-ons off again.
+    Raises what `attach` does, and `RequestError` for a name twice or no lane at all.
+    """
+    if plain in addons or not (addons or plain):
+        raise RequestError(
+            "every served model needs a name of its own, and there must be one; got add-ons "
+            f"{sorted(addons)} and the plain model as {plain!r}"
+        )
+    made: dict[str, Lane] = {}
+    if plain is not None:
+        made[plain] = Lane(plain, model, tokenizer, settings=settings)
+    for name, addon in addons.items():
+        own = model if not made else sharing_weights(model)
+        attachment = attach(own, addon)
+        store = None if store_of is None else store_of(attachment)
+        made[name] = Lane(name, own, tokenizer, attachment, store, settings)
+    return made
+
+
+def close_lanes(lanes: Iterable[Lane]) -> None:
+    """Detach every add-on, once what its store still writes is written."""
+    for lane in lanes:
+        if lane.store is not None:
+            lane.store.close()
+        if lane.attachment is not None:
+            lane.attachment.detach()
