@@ -257,6 +257,23 @@ def families_of(method: str) -> tuple[str, ...]:
     return tuple(WITHOUT_EXPERTS[(first + FAMILIES_APART * n) % count] for n in range(3))
 
 
+def _parameters(rows: list[dict[str, str]], names: list[str], *, all_families: bool) -> list[Any]:
+    """Values of a test's arguments, one list for each row.
+
+    all_families: where a method meets more families than the three that a composition does, four
+    of them are for every day, others for each method, and the rest are `slow`.
+    """
+    order = [*ALL, *SKIPPED]
+    made = []
+    for row in rows:
+        first = order.index(row["method"])
+        daily = {FAMILIES[(first + FAMILIES_APART * n) % len(FAMILIES)] for n in range(4)}
+        rare = all_families and row["arch"] and row["arch"] not in daily
+        marks = [pytest.mark.slow] if rare else []
+        made.append(pytest.param(*(row[name] for name in names), marks=marks))
+    return made
+
+
 def splits_of(method: str, arch: str, length: int) -> range:
     """Where a text is split: everywhere on three families, at every fifth token on the others.
 
@@ -606,9 +623,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     named = (mark.args[0] for mark in marks)
     own = {name for names in named for name in ([names] if isinstance(names, str) else names)}
     if "skipping" in marked:
-        for name, values in (("method", SKIPPED), ("arch", SKIPPING_FAMILIES)):
-            if name in metafunc.fixturenames and name not in own:
-                metafunc.parametrize(name, list(values))
+        choices = {"method": list(SKIPPED), "arch": list(SKIPPING_FAMILIES)}
+        free = [n for n in choices if n in metafunc.fixturenames and n not in own]
+        if len(free) == 2:
+            pairs = [{"method": m, "arch": f} for m in SKIPPED for f in SKIPPING_FAMILIES]
+            metafunc.parametrize(free, _parameters(pairs, free, all_families=True))
+        elif free:
+            metafunc.parametrize(free[0], choices[free[0]])
         return
     free = [n for n in ("arch", "method", "reading") if n in metafunc.fixturenames and n not in own]
     if "method" not in free:
@@ -623,4 +644,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for reading in (readings_of(method) if "reading" in free else [""])
         if not ("from_codes" in marked and reading == "expanded")
     ]
-    metafunc.parametrize(free, [[row[name] for name in free] for row in rows])
+    made: list[Any] = []
+    for method in ALL:
+        own_rows = [row for row in rows if row["method"] == method]
+        many = method in METHODS or "every_family" in marked
+        made += _parameters(own_rows, free, all_families=many and "on_families" not in marked)
+    metafunc.parametrize(free, made)
