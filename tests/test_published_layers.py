@@ -1,7 +1,8 @@
 """One period of the published hybrids at full width: three linear layers and one of attention.
 
 Random weights: this is about shapes, memory and plumbing at real sizes. MLPs have 256 channels,
-since nothing that is folded or skipped depends on them and they are most of the time.
+since nothing that is folded or skipped depends on them and they are most of the time. The wider
+model's fit takes minutes: `make test-slow`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ SPLIT, REPLAY, PROMPT = 2, 16, 40
 VOCABULARY = 512
 
 
-@pytest.fixture(params=PUBLISHED)
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if "27B" in name else []) for name in PUBLISHED
+    ]
+)
 def period(request):
     """The model's first four layers."""
     from transformers import Qwen3_5ForCausalLM

@@ -49,6 +49,7 @@ def test_no_recipe_trains_on_what_is_measured():
     assert not {source for source in sources if "test" in source}
 
 
+@pytest.mark.slow
 def test_the_24_gb_recipe_fits_with_room_to_spare_and_would_not_without_checkpointing():
     recipe = Recipe.from_file(FOLDER / "recipes" / "qwen3.5-4b-24gb.yaml")
     limit = parse_bytes(recipe.memory_limit)

@@ -114,8 +114,20 @@ def test_an_interrupted_run_goes_on_and_a_new_one_starts_anew(
     refused = fit(path, "--resume", output="other")
     assert refused.exit_code == 2
     assert "can't be read" in flat(refused)
-    anew = fit(path, output="other")
+    refused = fit(path, output="other")
+    assert refused.exit_code == 2
+    assert "an interrupted run is in" in flat(refused)
+    anew = fit(path, "--force", output="other")
     assert anew.exit_code == 0, anew.output
+
+
+def test_a_folder_of_somebody_elses_is_not_worked_in(fit, recipe_file, tmp_path):
+    (tmp_path / "out.work").mkdir()
+    (tmp_path / "out.work" / "thesis.txt").write_text("precious")
+    refused = fit(recipe_file(), "--force")
+    assert refused.exit_code == 2
+    assert "holds something else" in flat(refused)
+    assert (tmp_path / "out.work" / "thesis.txt").read_text() == "precious"
 
 
 def test_model_and_dtype_may_be_others_than_the_recipes(fit, recipe_file, tiny_folder, tmp_path):

@@ -113,7 +113,10 @@ def test_absorbed_hybrid_holds_what_the_design_predicts(helpers: Any) -> None:
     assert plain_bytes(described, 4096)["plain"] == 8 * 2 * 1024 * 2 * 4096
 
 
-@pytest.mark.parametrize(("reading", "copies_saved"), [("shared", 4.0), ("absorbed", 2.9)])
+@pytest.mark.parametrize(
+    ("reading", "copies_saved"),
+    [pytest.param("shared", 4.0, marks=pytest.mark.slow), ("absorbed", 2.9)],
+)
 def test_4096_tokens_of_full_width_attention_hold_the_predicted_storages(
     tiny_model: Any, helpers: Any, reading: str, copies_saved: float
 ) -> None:

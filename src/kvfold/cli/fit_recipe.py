@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.cli.fit_output import check_output, remove
+from kvfold.cli.fit_output import check_output
 from kvfold.cli.fit_report import (
     report_table,
     say_where,
@@ -54,6 +54,7 @@ def fit_recipe(options: RecipeOptions) -> None:
     from kvfold.fitting.shard_checks import check_sharded
     from kvfold.fitting.stages import check_recipe, run_recipe
     from kvfold.fitting.trackers import tracking
+    from kvfold.fitting.work_folder import check_free, delete
     from kvfold.fitting.workers import Workers
     from kvfold.models import load_config
 
@@ -71,7 +72,9 @@ def fit_recipe(options: RecipeOptions) -> None:
     screen.print(f"Plan: {describe(plan, shape)}", highlight=False)
     work = options.output.with_name(f"{options.output.name}.work")
     if not options.resume and workers.first:
-        remove(work)
+        if options.force:
+            delete(work)
+        check_free(work)
     model, tokenizer = _load(recipe, device, workers, shard=options.shard)
     workers.barrier()
     name, curves = options.output.name, options.output.with_name(f"{options.output.name}.curves")
@@ -91,7 +94,7 @@ def fit_recipe(options: RecipeOptions) -> None:
     if not workers.first:
         return
     card = _save(addon, recipe, options.output)
-    remove(work)
+    delete(work)
     write_report(addon.report, options.json_file)
     _show_layers(screen, addon)
     screen.print(stages_table(addon.report))

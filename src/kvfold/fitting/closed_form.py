@@ -10,6 +10,7 @@ from a code, and a first token's keys and values (an attention sink) are far fro
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,8 +57,10 @@ class ClosedFormSettings:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.ridge >= 0:
-            raise FitError(f"ridge must be at least 0; got {self.ridge}")
+        for name in ("ridge", "key_dispersion"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise FitError(f"{name} must be at least 0 and finite; got {value}")
         if self.tokens is not None and self.tokens < 1:
             raise FitError(f"the closed form's tokens must be at least 1; got {self.tokens}")
 

@@ -29,6 +29,7 @@ from kvfold.fitting.attention_output import (
     attention_sources,
     first_with_history,
 )
+from kvfold.fitting.draws import check_draws
 from kvfold.fitting.scaled_adam import ScaledAdam
 from kvfold.fitting.seeds import drawn_order
 from kvfold.fitting.shared_steps import average_gradients, start_alike, summed
@@ -74,8 +75,7 @@ class Descent:
                 raise FitError(
                     f"{name} of a training must be at least {smallest}; got {getattr(self, name)}"
                 )
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise FitError(f"a learning rate must be above 0; got {self.learning_rate}")
+        check_draws(self.learning_rate, self.windows, self.seed)
 
     def rate(self, step: int) -> float:
         """The learning rate of one step, from 0 on."""

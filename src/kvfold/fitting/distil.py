@@ -17,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -93,14 +94,13 @@ def distil(
         saved = saves.load()
         if saved is not None:
             run.load_state_dict(saved)
-        with progress_bar(progress and workers.first, unit="steps") as bar:
+        with run.best_kept(), progress_bar(progress and workers.first, unit="steps") as bar:
             bar[0].update(bar[1], description="distil", total=settings.steps, visible=True, rate="")
             while not run.is_over:
                 run.step(log if workers.first else None)
                 bar[0].update(bar[1], completed=run.done, rate=f"held-out KL {run.best_kl:.4f}")
                 if saves.due(run.done):
                     saves.save(run.state_dict())
-        run.keep_best()
         saves.remove()
         return run.report()
 
@@ -159,12 +159,7 @@ class Distiller:
         )
 
     def _regrouped(self) -> list[Plan]:
-        own = max((entry.group for entry in self.addon.plan.sequence), default=0)
-        if any(not 2 <= group <= own for group in self.settings.groups):
-            raise FitError(
-                "groups of distilling must be from 2 to the plan's own group of pooling, "
-                f"{own or 'of which it has none'}; got {list(self.settings.groups)}"
-            )
+        require_groups(self.addon.plan, self.settings)
         return [regrouped(self.addon.plan, group) for group in self.settings.groups]
 
     def _check_text(self) -> None:
@@ -264,7 +259,8 @@ class Distiller:
         if not math.isfinite(mean.loss):
             raise FitError(
                 f"the loss must be finite; at step {self.done + 1} it is {mean.loss}; lower the "
-                "learning rate, or load the model in bfloat16 or float32"
+                "learning rate, load the model in bfloat16 or float32, or, if no stage has solved "
+                "for the maps yet, begin with closed-form"
             )
         average_gradients(self.workers, self.weights)
         return mean
@@ -310,11 +306,16 @@ class Distiller:
         if log is not None:
             log({"stage": "distil", **line})
 
-    @torch.no_grad()
-    def keep_best(self) -> None:
-        """Put the weights of the best look in place."""
-        for weight, best in zip(self.weights, self.best, strict=True):
-            weight.copy_(best)
+    @contextmanager
+    def best_kept(self) -> Iterator[None]:
+        """Leave the weights of the best look in place at the end, also of an interrupted run."""
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for weight, best in zip(self.weights, self.best, strict=True):
+                    weight.copy_(best)
+                    weight.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """All that another run of the same job needs to go on."""
@@ -356,6 +357,16 @@ class Distiller:
             "seconds": round(self.seconds, 3),
             "tokens_per_second": round(tokens / self.seconds, 1) if self.seconds else None,
         }
+
+
+def require_groups(plan: Plan, settings: DistilSettings) -> None:
+    """Raise `FitError` for groups that steps can't draw under a plan."""
+    own = max((entry.group for entry in plan.sequence), default=0)
+    if any(not 2 <= group <= own for group in settings.groups):
+        raise FitError(
+            "groups of distilling must be from 2 to the plan's own group of pooling, "
+            f"{own or 'of which it has none'}; got {list(settings.groups)}"
+        )
 
 
 def _mean(parts: list[tuple[int, Distance]], workers: Workers) -> Distance:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from kvfold.errors import FitError
 from kvfold.fitting.distil_loss import LossSettings
+from kvfold.fitting.draws import check_draws
 from kvfold.fitting.parts import PARTS, Part, check_parts
 
 
@@ -48,8 +49,7 @@ class DistilSettings(LossSettings):
                 raise FitError(
                     f"{name} of distilling must be at least {smallest}; got {getattr(self, name)}"
                 )
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise FitError(f"the learning rate must be above 0; got {self.learning_rate}")
+        check_draws(self.learning_rate, self.windows, self.seed)
         if not 0 <= self.warmup <= 1:
             raise FitError(f"warmup must be a share from 0 to 1; got {self.warmup}")
         check_parts(self.parts)

@@ -172,7 +172,8 @@ class _DryDistiller(Distiller):
             with meter.repeated(times):
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
-        self.keep_best()
+        with self.best_kept():
+            pass
 
 
 def dry_distil(

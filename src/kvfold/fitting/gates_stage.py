@@ -52,7 +52,7 @@ def train_gates_stage(
     without a history.
     """
     shape = anatomy(model)
-    require_gates(addon.plan, shape)
+    require_gates(addon.plan, shape, settings)
     weights = [str(float(weight.double().sum())) for weight in addon.parameters()]
     job = job_digest(
         addon.plan.to_json(), addon.base.to_json(), repr(settings), mixture.digest(), *weights,
@@ -69,7 +69,7 @@ def train_gates_stage(
     return report
 
 
-def require_gates(plan: Plan, shape: Anatomy) -> None:
+def require_gates(plan: Plan, shape: Anatomy, _: GateSettings) -> None:
     """Raise `FitError` unless the plan has gates with weights."""
     if not trainable(build_pipelines(plan, shape)):
         raise FitError(

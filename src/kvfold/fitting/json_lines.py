@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,8 @@ class JsonLines:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                if go_on and path.exists():
+                    _drop_torn_line(path)
                 self._file = path.open("a" if go_on else "w", encoding="utf-8")
             except OSError as error:
                 raise ReportError(f"can't write the log {path}: {error.strerror}") from error
@@ -34,7 +37,7 @@ class JsonLines:
     def write(self, line: dict[str, Any]) -> None:
         """Add a line and flush it."""
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
             self._file.flush()
 
     def __enter__(self) -> Self:
@@ -48,3 +51,21 @@ class JsonLines:
     ) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    """The value with None for numbers that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what a run that was killed had begun to write."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))

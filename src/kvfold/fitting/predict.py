@@ -142,7 +142,7 @@ def predict(recipe: Recipe, config: Any, place: Place, dtype: torch.dtype) -> Pr
     shape = anatomy(config)
     plan = recipe.plan_for(shape)
     for entry in recipe.stages:
-        entry.kind.require(plan, shape)
+        entry.kind.require(plan, shape, entry.settings)
     model = meta_model(config, dtype)
     text = dry_text(recipe)
     stages = tuple(_stage(model, plan, text, entry, place) for entry in recipe.stages)

@@ -57,6 +57,9 @@ class StageEntry:
         return {"stage": self.name, **_plain(dataclasses.asdict(self.settings))}
 
 
+MOST_TOKENS = 10**12
+
+
 class SelfText(Frozen):
     """How the text of the source `self` is sampled: see `kvfold.fitting.self_text`."""
 
@@ -110,6 +113,13 @@ class Recipe(Frozen):
             made = Plan.from_dict(keys)
         return value if name is not None else made.to_dict()
 
+    @field_validator("name")
+    @classmethod
+    def _name_can_be_read(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("a recipe's name must have more than blanks")
+        return value
+
     @field_validator("text", mode="before")
     @classmethod
     def _read_text(cls, value: Any) -> Any:
@@ -137,6 +147,8 @@ class Recipe(Frozen):
     @field_validator("held_out")
     @classmethod
     def _held_out_is_a_share_or_a_count(cls, value: int | float) -> int | float:
+        if value > MOST_TOKENS:
+            raise ValueError(f"held_out must be at most {MOST_TOKENS:,} tokens")
         if value >= 1 and value != int(value):
             raise ValueError("held_out must be a share below 1, or a whole number of tokens")
         return value
@@ -221,6 +233,8 @@ class Recipe(Frozen):
             return cls.model_validate(data)
         except ValidationError as error:
             raise RecipeError(explain(error, "recipe")) from None
+        except (TypeError, OverflowError) as error:  # a list for a name, an infinite count
+            raise RecipeError(f"a recipe has a value that can't be: {error}") from None
 
     @classmethod
     def from_yaml(cls, text: str) -> Recipe:

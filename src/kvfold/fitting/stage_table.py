@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from kvfold.anatomy import Anatomy
 from kvfold.fitting.closed_form import ClosedFormSettings, closed_form_stage
-from kvfold.fitting.distil import distil
+from kvfold.fitting.distil import distil, require_groups
 from kvfold.fitting.distil_settings import DistilSettings
 from kvfold.fitting.gates import GateSettings
 from kvfold.fitting.gates_stage import require_gates, train_gates_stage
@@ -26,8 +26,12 @@ from kvfold.fitting.refine import RefineSettings, refine
 from kvfold.plan import Plan
 
 
-def _any_plan(plan: Plan, shape: Anatomy) -> None:
+def _any_plan(plan: Plan, shape: Anatomy, settings: Any) -> None:
     """Every plan will do."""
+
+
+def _distillable(plan: Plan, _: Anatomy, settings: DistilSettings) -> None:
+    require_groups(plan, settings)
 
 
 class StageKind(NamedTuple):
@@ -39,7 +43,7 @@ class StageKind(NamedTuple):
 
     settings: type[Any]
     run: Callable[..., dict[str, Any]]
-    require: Callable[[Plan, Anatomy], None] = _any_plan
+    require: Callable[[Plan, Anatomy, Any], None] = _any_plan
 
 
 STAGES: Mapping[str, StageKind] = MappingProxyType(
@@ -47,7 +51,7 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
         "closed-form": StageKind(ClosedFormSettings, closed_form_stage),
         "gates": StageKind(GateSettings, train_gates_stage, require_gates),
         "refine": StageKind(RefineSettings, refine),
-        "distil": StageKind(DistilSettings, distil),
+        "distil": StageKind(DistilSettings, distil, _distillable),
     }
 )
 """By the name in recipes."""

@@ -35,11 +35,11 @@ from kvfold.fitting.report import report_fit
 from kvfold.fitting.seeds import derived_seed
 from kvfold.fitting.training_text import TrainingText, build_mixture
 from kvfold.fitting.wide import wide
+from kvfold.fitting.work_folder import STATE_FILE, held
 from kvfold.fitting.workers import ALONE, Workers
 from kvfold.plan import Plan
 from kvfold.store.addon import AddOn
 
-STATE_FILE = "state.json"
 SELF_TEXT_FILE = "self-text.safetensors"
 START = "start"
 RUN = "run"
@@ -70,21 +70,22 @@ def run_recipe(
     after an interruption. workers: those that make this same call; only the first logs. The
     add-on's report says what each stage brought, and holds the recipe.
 
-    Raises `RecipeError` for a missing data folder, `FitError` for the work folder of another run
-    or a lost worker, and what plans, texts and stages raise.
+    Raises `RecipeError` for a missing data folder, `FitError` for the work folder of another run,
+    one that another run is using, or a lost worker, and what plans, texts and stages raise.
     """
     shape = anatomy(model)
     plan = check_recipe(recipe, shape, data)
-    work.mkdir(parents=True, exist_ok=True)
-    text = recipe_text(
-        recipe, model, tokenizer, work, data=data, progress=progress, workers=workers
-    )
-    told = log if log is not None and workers.first else (lambda _: None)
-    runner = _Runner(recipe, model, shape, plan, text, work, told, workers)
-    for number, entry in enumerate(recipe.stages):
-        if number >= len(runner.done):
-            runner.run(number, entry, checkpoint_every=checkpoint_every, progress=progress)
-    return runner.result()
+    with held(work, first=workers.first):
+        workers.barrier()
+        text = recipe_text(
+            recipe, model, tokenizer, work, data=data, progress=progress, workers=workers
+        )
+        told = log if log is not None and workers.first else (lambda _: None)
+        runner = _Runner(recipe, model, shape, plan, text, work, told, workers)
+        for number, entry in enumerate(recipe.stages):
+            if number >= len(runner.done):
+                runner.run(number, entry, checkpoint_every=checkpoint_every, progress=progress)
+        return runner.result()
 
 
 def check_recipe(recipe: Recipe, shape: Anatomy, data: Path | None = None) -> Plan:
@@ -94,7 +95,7 @@ def check_recipe(recipe: Recipe, shape: Anatomy, data: Path | None = None) -> Pl
     """
     plan = recipe.plan_for(shape)
     for entry in recipe.stages:
-        entry.kind.require(plan, shape)
+        entry.kind.require(plan, shape, entry.settings)
     recipe.text_in(data)
     return plan
 
@@ -202,7 +203,9 @@ class _Runner:
     def _judge(self, name: str, entry: StageEntry, tried: AddOn) -> None:
         before = self.quality
         after, problem = self._measure(name, tried)
-        kept = after is not None and (before is None or after.kl <= before.kl)
+        kept = after is not None and (before is None or after.kl < before.kl)
+        same = after is not None and before is not None and after.kl == before.kl
+        reason = "it brought nothing" if same else "held-out KL got worse"
         run = tried.report[RUN]
         made = {
             "name": entry.name,
@@ -212,7 +215,7 @@ class _Runner:
             "kl_after": None if after is None else after.kl,
             "perplexity_after": None if after is None else after.perplexity,
             "kept": kept,
-            "why": None if kept else problem or "held-out KL got worse",
+            "why": None if kept else problem or reason,
             "report": run["report"],
         }
         self.done.append(made)

@@ -185,7 +185,14 @@ def _held_out_shares(
             f"each of {len(parts)} parts must have a held-out window; held_out_tokens is enough "
             f"for {rows}; raise it, or lower the window"
         )
-    for total in range(rows, len(parts), -1):
+    whole = sum(weights, Fraction(0))
+    ends = [
+        math.ceil((available[part.name] + 1) * whole / weight)
+        for part, weight in zip(parts, weights, strict=True)
+        if part.name in available
+    ]
+    most = min([rows, *ends])
+    for total in range(most, len(parts), -1):
         shares = apportion(weights, total)
         pairs = zip(parts, shares, strict=True)
         if all(share <= available.get(part.name, share) for part, share in pairs):

@@ -175,8 +175,9 @@ def _quality(addon: AddOn) -> str:
     ]
     data = report["data"]
     note = (
-        f"On {data['held_out_tokens']:,} held-out tokens in rows of {data['seq']:,}, which nothing "
-        "was fitted to. KL (nats a token) and top-1 agreement are against the plain model. "
+        f"On {data['held_out_tokens']:,} held-out tokens in rows of {data['seq']:,}, which "
+        "weights were not fitted to, but by which stages and steps were chosen. KL (nats a "
+        "token) and top-1 agreement are against the plain model. "
         "Recovery: the share of what the history is worth, in loss, that is kept. Bytes: of a "
         f"token of history, over all layers that attend, in 16 bits; the add-on itself has "
         f"{addon.parameter_bytes() / 1e6:.1f} MB of weights."
