@@ -266,8 +266,9 @@ def test_a_new_stage_is_one_line_in_the_table(model, data, tmp_path, with_noise)
     lines = []
     chosen = made_recipe(stages=["closed-form", {"stage": "noise", "size": 0.0}])
     made = run(model, data, tmp_path / "work", chosen, log=lines.append)
-    assert made.report["stages"][1]["kept"]
-    assert made.report["stages"][1]["settings"] == {"size": 0.0}
+    stage = made.report["stages"][1]
+    assert (stage["kept"], stage["why"]) == (False, "it brought nothing")
+    assert stage["settings"] == {"size": 0.0}
     assert {"stage": "noise", "number": 2, "noise": 0.0} in lines
     assert [line.get("event") for line in lines if "event" in line] == ["begin", "end", "end"]
 
