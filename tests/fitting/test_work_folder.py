@@ -21,6 +21,14 @@ def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path):
         assert is_of_a_run(work)
 
 
+def test_a_run_that_stopped_before_it_did_anything_leaves_nothing_in_the_way(tmp_path):
+    work = tmp_path / "out.work"
+    with pytest.raises(ValueError, match="no text"), held(work, first=True):
+        raise ValueError("no text")
+    assert not work.exists()
+    check_free(work)
+
+
 def test_what_a_run_left_is_deleted_and_told_of(tmp_path):
     work = tmp_path / "out.work"
     check_free(work)

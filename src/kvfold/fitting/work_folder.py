@@ -23,8 +23,9 @@ STATE_FILE = "state.json"
 def held(work: Path, *, first: bool) -> Iterator[None]:
     """Hold a folder, which is made if need be, for one run.
 
-    first: whether this is the worker that writes there; the others go by it. Raises `FitError`
-    while another run holds it.
+    A folder that a run has put nothing in is gone again at its end, so that one that stopped at its
+    text may simply be started again. first: whether this is the worker that writes there; the
+    others go by it. Raises `FitError` while another run holds it.
     """
     if not first:
         yield
@@ -42,6 +43,8 @@ def held(work: Path, *, first: bool) -> Iterator[None]:
         yield
     finally:
         lock.release()
+        if [item.name for item in work.iterdir()] == [LOCK_FILE]:  # it did nothing to go on from
+            shutil.rmtree(work)
 
 
 def _make(work: Path) -> None:

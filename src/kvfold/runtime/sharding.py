@@ -32,7 +32,7 @@ def shard(model: Any, device: str) -> None:
     model.requires_grad_(False)
     for layer in text_decoder(model).layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    for module in (model, *model.modules()):
+    for module in model.modules():
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for _, tensor in own:
             if not _is_spread(tensor):
