@@ -38,21 +38,25 @@ class DataFile:
 def data_file(settings: TaskSettings, name: str) -> DataFile:
     """A task's file: `name` in the folder of data sets, or the one file that is named instead.
 
-    settings.data: None for the folder that KVFOLD_DATA names. Raises `EvaluationError` where no
-    folder is named, and as `read_file` does.
+    Raises `EvaluationError` where no folder is named, and as `read_file` does.
     """
-    folder = settings.data
+    folder = named_data(settings)
     if folder is None:
-        named = os.environ.get(DATA_VARIABLE)
-        if not named:
-            raise EvaluationError(
-                f"this task needs {name} in a folder of data sets; none was named; name it with "
-                f"--data FOLDER or {DATA_VARIABLE}, or name one file of your own"
-            )
-        folder = Path(named)
+        raise EvaluationError(
+            f"this task needs {name} in a folder of data sets; none was named; name it with "
+            f"--data FOLDER or {DATA_VARIABLE}, or name one file of your own"
+        )
     if folder.is_file():
         return read_file(folder, folder.name)
     return read_file(folder / name, name)
+
+
+def named_data(settings: TaskSettings) -> Path | None:
+    """The folder of data sets, or the one file, that the settings name or else KVFOLD_DATA does."""
+    if settings.data is not None:
+        return settings.data
+    named = os.environ.get(DATA_VARIABLE)
+    return Path(named) if named else None
 
 
 def read_file(path: Path, name: str) -> DataFile:

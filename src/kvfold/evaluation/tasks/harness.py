@@ -12,10 +12,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +23,8 @@ from typing import Any
 
 from kvfold.errors import EvaluationError, MissingExtraError
 from kvfold.evaluation.records import Record, file_digest
+from kvfold.evaluation.tasks.files import DATA_VARIABLE, named_data
+from kvfold.evaluation.tasks.harness_hints import without_hints
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
 
@@ -78,7 +79,7 @@ class HarnessTask:
 
         changes: dict[str, Any] = {"task": self.task, "custom_dataset": self._dataset}
         folder = Path(lm_eval.tasks.__file__).parent / self.folder
-        with _quiet():
+        with without_hints("lm_eval"):
             manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
             found = manager.load({"group": self.name, "task": [changes]})["tasks"][self.task]
         if self.max_gen_toks is not None:
@@ -121,7 +122,7 @@ class HarnessTask:
 
         self.harness.set_fewshot_seed(DEFAULT_OTHER_SEED)
         # The harness shows a progress bar that can't be turned off.
-        with _quiet(), redirect_stderr(io.StringIO()):
+        with without_hints("lm_eval"), redirect_stderr(io.StringIO()):
             self.harness.build_all_requests(
                 limit=self._count,
                 apply_chat_template=self.chat_template,
@@ -205,11 +206,13 @@ class HarnessTask:
 
 def data_file(settings: TaskSettings, name: str, *parts: str) -> Path:
     """A file of the data folder; raises `EvaluationError` where no folder was named."""
-    if settings.data is None:
+    folder = named_data(settings)
+    if folder is None:
         raise EvaluationError(
-            f"the task {name} reads {'/'.join(parts)} of a data folder; none was named; name one"
+            f"the task {name} reads {'/'.join(parts)} of a data folder; none was named; name one "
+            f"with --data FOLDER or {DATA_VARIABLE}"
         )
-    return settings.data.joinpath(*parts)
+    return folder.joinpath(*parts)
 
 
 def require_harness() -> None:
@@ -238,15 +241,3 @@ def _plain(value: Any) -> Any:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out the harness's hints on settings that are meant as they are."""
-    log = logging.getLogger("lm_eval")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

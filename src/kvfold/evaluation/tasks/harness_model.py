@@ -11,10 +11,8 @@ first: `kvfold lm-eval` does, and hands all else on to lm-eval's own command lin
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from kvfold.evaluation.continuation_scores import (
     decoding_chunk,
     one_forward_is_enough,
 )
+from kvfold.evaluation.tasks.harness_hints import without_hints
 from kvfold.models import DEFAULT_MODEL, load
 from kvfold.plan import Plan
 from kvfold.runtime.attach import attach, attachment_of
@@ -89,7 +88,7 @@ class KvfoldLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
             tokenizer = own if tokenizer is None else tokenizer
         elif tokenizer is None:
             raise EvaluationError("a model that is loaded already needs its tokenizer beside it")
-        with _without_hints():
+        with without_hints("lm_eval.models.huggingface"):
             super().__init__(pretrained=pretrained, tokenizer=tokenizer, **options)
         if addon is not None:
             fitted = AddOn.from_pretrained(addon)
@@ -189,15 +188,3 @@ def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype):
         raise EvaluationError(f"dtype must be float32, bfloat16 or float16; got {name!r}")
     return found
-
-
-@contextmanager
-def _without_hints() -> Iterator[None]:
-    """Leave out the harness's hints on handing over a model, which is how it is meant here."""
-    log = logging.getLogger("lm_eval.models.huggingface")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

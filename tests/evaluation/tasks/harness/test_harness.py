@@ -232,7 +232,13 @@ def test_instructions_that_the_scorer_can_not_judge_are_refused_by_their_line(da
         ifeval(TaskSettings(data))
 
 
-def test_too_few_examples_and_a_missing_folder_are_refused(data):
+def test_the_folder_may_be_named_by_the_environment(harness, data, monkeypatch):
+    monkeypatch.setenv("KVFOLD_DATA", str(data))
+    assert gsm8k(TaskSettings(None)).files == gsm8k(TaskSettings(data)).files
+
+
+def test_too_few_examples_and_a_missing_folder_are_refused(data, monkeypatch):
+    monkeypatch.delenv("KVFOLD_DATA", raising=False)
     path = data / "gsm8k/train.jsonl"
     path.write_text(path.read_text().splitlines()[0])
     with pytest.raises(EvaluationError, match=r"at least 5 records, .* got 1"):
