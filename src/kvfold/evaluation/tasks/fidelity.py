@@ -30,7 +30,7 @@ from kvfold.evaluation.chunks import logit_chunks
 from kvfold.evaluation.continuation import CHUNK, continued
 from kvfold.evaluation.fidelity import Fidelity
 from kvfold.evaluation.greedy import read, speak
-from kvfold.evaluation.tasks.selection import digest, in_batches, mean, selected
+from kvfold.evaluation.tasks.selection import SelectedItems, in_batches, mean
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
 from kvfold.evaluation.tasks.texts import Windows, text_windows
@@ -77,35 +77,20 @@ class _Run:
     text: list[int]
 
 
-class FidelityTask:
+class FidelityTask(SelectedItems):
     """See the module."""
 
     name = "fidelity"
 
     def __init__(self, chosen: FidelitySettings, windows: Windows, of_all: TaskSettings) -> None:
         self.chosen = chosen
-        self.source = windows.source
-        self.batch = self.chunk = of_all.batch
         every = [
             {"id": f"{length}/{number}", "length": length, "ids": ids}
             for length, made in windows.by_length.items()
             for number, ids in enumerate(made)
         ]
-        self._items = selected(every, of_all)
+        super().__init__(every, {**asdict(chosen), "text": dict(windows.source)}, of_all)
         self._plain: WeakKeyDictionary[nn.Module, dict[str, _Run]] = WeakKeyDictionary()
-
-    def settings(self) -> Mapping[str, Any]:
-        """Lengths, counts, the text, and digests of it and of its tokens."""
-        return {
-            **asdict(self.chosen),
-            "text": dict(self.source),
-            "items": len(self._items),
-            "items_sha256": digest(self._items),
-        }
-
-    def items(self) -> Sequence[Item]:
-        """Windows as token ids, shortest first."""
-        return self._items
 
     def answers(self, subject: Subject, items: Sequence[Item]) -> Sequence[Answer]:
         """How near each window's run is to the plain model's, layer by layer in `said`."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.greedy import begins_with, says
 from kvfold.evaluation.tasks.files import DataFile, data_file
-from kvfold.evaluation.tasks.selection import digest, in_batches, means_by, selected
+from kvfold.evaluation.tasks.selection import SelectedItems, in_batches, means_by
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
 from kvfold.evaluation.tasks.texts import file_tokens, require_length, require_tokenizer
@@ -125,15 +125,13 @@ class NeedleSettings:
     seed: int = 0
 
 
-class NeedleTask:
+class NeedleTask(SelectedItems):
     """The grid of depths and lengths in one book; see the module."""
 
     name = "needle"
 
     def __init__(self, chosen: NeedleSettings, book: DataFile, of_all: TaskSettings) -> None:
         self.chosen = chosen
-        self.book = book
-        self.batch = self.chunk = of_all.batch
         hay = file_tokens(book, of_all.tokenizer)
         every = []
         for length in sorted(set(chosen.lengths)):
@@ -151,21 +149,8 @@ class NeedleTask:
                 }
                 for number, needle in enumerate(made)
             ]
-        self._items = selected(every, of_all)
-
-    def settings(self) -> Mapping[str, Any]:
-        """The grid, the seed, the book and digests of it and of the prompts."""
-        return {
-            **asdict(self.chosen),
-            "book": self.book.to_dict(),
-            "new_tokens": NEW_TOKENS,
-            "items": len(self._items),
-            "items_sha256": digest(self._items),
-        }
-
-    def items(self) -> Sequence[Item]:
-        """Prompts, shortest first, then by depth."""
-        return self._items
+        described = {**asdict(chosen), "book": book.to_dict(), "new_tokens": NEW_TOKENS}
+        super().__init__(every, described, of_all)
 
     def answers(self, subject: Subject, items: Sequence[Item]) -> Sequence[Answer]:
         """What was said after each prompt, and whether it is the number; with depth and length."""

@@ -23,7 +23,7 @@ from kvfold.anatomy import text_decoder
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.chunks import CHUNK_ROWS
 from kvfold.evaluation.continuation import CHUNK, continuation_logits, summed_loss
-from kvfold.evaluation.tasks.selection import digest, in_batches, selected
+from kvfold.evaluation.tasks.selection import SelectedItems, in_batches
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
 from kvfold.evaluation.tasks.texts import Windows, text_windows
@@ -60,7 +60,7 @@ class PerplexitySettings:
         return {length: max(1, self.tokens // length) for length in sorted(set(self.lengths))}
 
 
-class PerplexityTask:
+class PerplexityTask(SelectedItems):
     """See the module."""
 
     name = "perplexity"
@@ -68,27 +68,16 @@ class PerplexityTask:
     def __init__(self, chosen: PerplexitySettings, windows: Windows, of_all: TaskSettings) -> None:
         self.chosen = chosen
         self.windows = windows
-        self.batch = self.chunk = of_all.batch
         every = [
             {"id": f"{length}/{number}", "length": length, "window": number}
             for length, made in windows.by_length.items()
             for number in range(len(made))
         ]
-        self._items = selected(every, of_all)
+        super().__init__(every, {**asdict(chosen), "text": dict(windows.source)}, of_all)
 
-    def settings(self) -> Mapping[str, Any]:
-        """Lengths, the text, and digests of it and of its tokens."""
-        asked = [{"ids": self._ids(item)} for item in self._items]
-        return {
-            **asdict(self.chosen),
-            "text": dict(self.windows.source),
-            "items": len(asked),
-            "items_sha256": digest(asked),
-        }
-
-    def items(self) -> Sequence[Item]:
-        """Windows, shortest first: their length, and their number from the start of the text."""
-        return self._items
+    def asked(self) -> Sequence[Item]:
+        """The windows as token ids, which the items are without."""
+        return [{"ids": self._ids(item)} for item in self._items]
 
     def answers(self, subject: Subject, items: Sequence[Item]) -> Sequence[Answer]:
         """Losses of each window, in nats a token."""

@@ -16,7 +16,7 @@ import torch
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.greedy import read, speak
 from kvfold.evaluation.share import Share
-from kvfold.evaluation.tasks.selection import digest, in_batches, means_by, selected
+from kvfold.evaluation.tasks.selection import SelectedItems, in_batches, means_by
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
 from kvfold.evaluation.tasks.texts import require_tokenizer, speaks_tiny_language
@@ -135,33 +135,20 @@ class RecallSettings:
     seed: int = 0
 
 
-class RecallTask:
+class RecallTask(SelectedItems):
     """Questions of every kind at several lengths; see the module."""
 
     name = "recall"
 
     def __init__(self, chosen: RecallSettings, of_all: TaskSettings) -> None:
         self.chosen = chosen
-        self.batch = self.chunk = of_all.batch
         every = [
             _item(f"{length}/{kind}/{number}", length, kind, chosen.seed)
             for length in sorted(set(chosen.lengths))
             for kind in RECALL_KINDS
             for number in range(chosen.each)
         ]
-        self._items = selected(every, of_all)
-
-    def settings(self) -> Mapping[str, Any]:
-        """Lengths, counts, the seed and a digest of the prompts."""
-        return {
-            **asdict(self.chosen),
-            "items": len(self._items),
-            "items_sha256": digest(self._items),
-        }
-
-    def items(self) -> Sequence[Item]:
-        """Prompts as words, shortest first, then by kind."""
-        return self._items
+        super().__init__(every, asdict(chosen), of_all)
 
     def answers(self, subject: Subject, items: Sequence[Item]) -> Sequence[Answer]:
         """What was answered, and whether it is right; with kind, length and the fact's place."""

@@ -23,7 +23,7 @@ from kvfold.evaluation.tasks.ruler_prompts import (
     share_said,
     word_list,
 )
-from kvfold.evaluation.tasks.selection import digest, in_batches, means_by, selected
+from kvfold.evaluation.tasks.selection import SelectedItems, in_batches, means_by, selected
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
 from kvfold.evaluation.tasks.texts import require_tokenizer, speaks_tiny_language
@@ -45,7 +45,7 @@ class RulerSettings:
     seed: int = 0
 
 
-class RulerTask:
+class RulerTask(SelectedItems):
     """Prompts that are there already, and what is to be said of them; see the module.
 
     every: each with id, kind, length (of the group of the report), ids, answers, new_tokens.
@@ -59,21 +59,7 @@ class RulerTask:
         of_all: TaskSettings,
     ) -> None:
         self.name = name
-        self.described = described
-        self.batch = self.chunk = of_all.batch
-        self._items = selected(every, of_all)
-
-    def settings(self) -> Mapping[str, Any]:
-        """What the prompts are made of, and a digest of them."""
-        return {
-            **self.described,
-            "items": len(self._items),
-            "items_sha256": digest(self._items),
-        }
-
-    def items(self) -> Sequence[Item]:
-        """Prompts by kind, in each the shortest first."""
-        return self._items
+        super().__init__(every, described, of_all)
 
     def answers(self, subject: Subject, items: Sequence[Item]) -> Sequence[Answer]:
         """What was said after each prompt, and the share of the expected strings in it."""

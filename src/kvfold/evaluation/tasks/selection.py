@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvfold.errors import EvaluationError
@@ -39,6 +39,33 @@ def digest(items: Sequence[Item]) -> str:
     """SHA-256 of items as JSON: tells whether two runs asked the same, tokenizer included."""
     text = json.dumps([dict(item) for item in items], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+class SelectedItems:
+    """What kvfold's own tasks have in common: the items that are asked of all there are.
+
+    every: all items, in order. described: what they are made of, for the settings.
+    """
+
+    def __init__(
+        self, every: Sequence[Item], described: Mapping[str, Any], of_all: TaskSettings
+    ) -> None:
+        self.described = described
+        self.batch = self.chunk = of_all.batch
+        self._items = selected(every, of_all)
+
+    def settings(self) -> Mapping[str, Any]:
+        """What the items are made of, how many they are, and a digest of what is asked."""
+        asked = self.asked()
+        return {**self.described, "items": len(asked), "items_sha256": digest(asked)}
+
+    def asked(self) -> Sequence[Item]:
+        """What the digest is of: the items, unless they only name what is asked."""
+        return self._items
+
+    def items(self) -> Sequence[Item]:
+        """Every item, in the order of its grid."""
+        return self._items
 
 
 def in_batches(

@@ -28,7 +28,7 @@ from kvfold.errors import EvaluationError
 from kvfold.evaluation.greedy import before_end, begins_with, end_tokens, read, speak
 from kvfold.evaluation.tasks.files import data_file
 from kvfold.evaluation.tasks.needle import BOOK, DIGITS, PLACES
-from kvfold.evaluation.tasks.selection import digest, in_batches, selected
+from kvfold.evaluation.tasks.selection import SelectedItems, in_batches
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
 from kvfold.evaluation.tasks.texts import (
@@ -85,7 +85,7 @@ class Conversation:
     questions: tuple[Question, ...]
 
 
-class TurnsTask:
+class TurnsTask(SelectedItems):
     """See the module."""
 
     name = "turns"
@@ -98,8 +98,6 @@ class TurnsTask:
         of_all: TaskSettings,
     ) -> None:
         self.chosen = chosen
-        self.source = source
-        self.batch = self.chunk = of_all.batch
         every = [
             {
                 "id": f"{length}/{number}",
@@ -110,20 +108,7 @@ class TurnsTask:
             for length, some in conversations.items()
             for number, made in enumerate(some)
         ]
-        self._items = selected(every, of_all)
-
-    def settings(self) -> Mapping[str, Any]:
-        """Counts, the seed, the text around the facts and a digest of all turns."""
-        return {
-            **asdict(self.chosen),
-            "text": dict(self.source),
-            "items": len(self._items),
-            "items_sha256": digest(self._items),
-        }
-
-    def items(self) -> Sequence[Item]:
-        """Conversations as token ids, those of the shortest turns first."""
-        return self._items
+        super().__init__(every, {**asdict(chosen), "text": dict(source)}, of_all)
 
     def answers(self, subject: Subject, items: Sequence[Item]) -> Sequence[Answer]:
         """What was said at each turn, and which was right; and whether both caches say the same."""
