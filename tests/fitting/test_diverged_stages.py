@@ -36,8 +36,8 @@ def data(tmp_path_factory):
 
 
 def far_from(step):
-    """A learning rate that from some step on is beyond all that a float can hold."""
-    return lambda self, number: self.learning_rate if number < step else 1e38
+    """A learning rate that from some step on is beyond all bounds."""
+    return lambda self, number: self.learning_rate if number < step else math.inf
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from .tiny_recipes import (
     write_sums,
 )
 
-CLOSED = {"stage": "closed-form", "tokens": 1920}
+CLOSED = {"stage": "closed-form", "tokens": 3840}
 GATES = {"stage": "gates", "steps": 4, "queries": 16}
 DISTIL = {"stage": "distil", "steps": 4, "rows": 1, "look_every": 2, "learning_rate": 1e-3}
 BEFORE = [CLOSED, GATES, DISTIL]
