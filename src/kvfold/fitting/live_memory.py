@@ -45,8 +45,8 @@ class Work:
 
     operations: multiplications and additions of matrix products, attention and factorisations, by
     the name of their dtype. moved: bytes that all other operations read and write. calls: of any
-    operation. parts: how often each operation of some shapes was called; all of the above but what
-    can't be told apart so. costs: of one call of each.
+    operation. parts: how often each operation of some shapes was called; all but those that draw at
+    random. costs: of one call of each.
     """
 
     operations: dict[str, float] = field(default_factory=lambda: defaultdict(float))

@@ -42,7 +42,7 @@ MOST_TIMED = 96
 MOST_COPIES = 64
 LARGEST = 2**30
 """Bytes of an operation's tensors, at most, if it is to be timed as it is."""
-SMALLEST = {
+SMALLEST: Mapping[str, Any] = {
     "vocab_size": 8,
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -205,13 +205,16 @@ def _call_seconds(device: torch.device) -> float:
     """Of one operation as models call them, views too: of a model in which it computes nothing."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    config: Any = LlamaConfig
+
     with torch.random.fork_rng(devices=[]):
-        model: Any = LlamaForCausalLM(LlamaConfig(**SMALLEST)).eval()
-    model = model.to(device)
+        model: Any = LlamaForCausalLM(config(**SMALLEST))
+    model = model.eval().to(device)
     ids = torch.ones(1, 2, dtype=torch.int64, device=device)
     with LiveMemory() as meter:
         model(ids, use_cache=False)
-    return _seconds(device, lambda: model(ids, use_cache=False)) / meter.work.calls
+    calls: float = meter.work.calls
+    return _seconds(device, lambda: model(ids, use_cache=False)) / calls
 
 
 def _seconds(

@@ -76,23 +76,9 @@ def _product_added(_: Size, left: Size, right: Size, **__: Any) -> int:
     return 2 * count * rows * inner * right[-1]
 
 
-def _solve(matrix: Size, right: Size, *_: Any, **__: Any) -> int:
-    count, n, _columns = _rows_columns(matrix)
-    columns = right[-1] if len(right) == len(matrix) else 1
-    return 2 * count * n**3 // 3 + 2 * count * n**2 * columns
-
-
-def _singular_values(matrix: Size, *_: Any, **__: Any) -> int:
-    count, rows, columns = _rows_columns(matrix)
-    least, most = min(rows, columns), max(rows, columns)
-    return count * (4 * most**2 * least + 22 * least**3)
-
-
 OWN: Mapping[Any, Callable[..., int]] = {
     aten.addmm_: _product_added,
     aten.baddbmm_: _product_added,
-    aten._linalg_solve_ex: _solve,
-    aten._linalg_svd: _singular_values,
     aten.linalg_cholesky_ex: _cholesky,
     aten.cholesky_solve: _cholesky_solve,
     aten.linalg_solve_triangular: _triangular_solve,

@@ -64,7 +64,9 @@ class Signature:
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature | None:
-        """The signature of a call; None for one with arguments that can't be compared."""
+        """The signature of a call; None for one that draws, or has what can't be compared."""
+        if _draws(func, args, kwargs):
+            return None
         own = tuple((name, _plain(value)) for name, value in kwargs.items() if name != "device")
         made = cls(func, tuple(map(_plain, args)), own)
         try:
@@ -101,6 +103,15 @@ class Signature:
         if self.func._overloadpacket in SQUARES:
             args[0] = _positive(args[0])
         return args, kwargs
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call takes numbers from a generator: attention does so for its dropout alone."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def _plain(value: Any) -> Any:
