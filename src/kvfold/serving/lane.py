@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from kvfold.anatomy import Anatomy, anatomy
 from kvfold.errors import RequestError
+from kvfold.runtime.cache import FoldedCache
 from kvfold.runtime.feeding import last_logits
 from kvfold.runtime.joining import is_joinable
 from kvfold.runtime.ledger import plain_bytes
@@ -198,6 +199,8 @@ class Lane:
             self._tell(choice, logits[0], likeliest)
         going_on = [choice for choice in made if choice.done is None]
         if going_on:
+            if isinstance(reading.cache, FoldedCache):
+                reading.cache.forget_spare_codes()  # only prompts are kept
             self.rows.join(reading.cache, reading.done, len(going_on))
             self.choices += going_on
 

@@ -39,7 +39,8 @@ def make_lanes(
         made[plain] = Lane(plain, model, tokenizer, settings=settings)
     for name, addon in addons.items():
         own = model if not made else sharing_weights(model)
-        attachment = attach(own, addon)
+        # With codes kept a stored prompt need not hold what layers make of them.
+        attachment = attach(own, addon, keep_codes=store_of is not None)
         store = None if store_of is None else store_of(attachment)
         made[name] = Lane(name, own, tokenizer, attachment, store, settings)
     return made
