@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 PREFILL_CHUNK = 256
 """Prompt tokens that are read between two steps of the running rows."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -225,11 +229,15 @@ class Lane:
             for place, choice in enumerate(self.choices)
             if choice.done is None and not choice.ticket.cancelled
         ]
+        left = [choice.ticket for choice in self.choices if choice.ticket.cancelled]
         if len(kept) < len(self.choices):
             self.choices = [self.choices[place] for place in kept]
             self.rows.keep(kept)
         if self.reading is not None and self.reading.ticket.cancelled:
+            left.append(self.reading.ticket)
             self.reading = None
+        for ticket in dict.fromkeys(left):
+            _log_freed(self.name, ticket)
 
     def fail(self, error: Exception) -> None:
         """Give everything up that is in the lane, and tell those who wait."""
@@ -249,6 +257,13 @@ class Lane:
         if self.attachment is not None:
             held = sum(cache.nbytes().total for cache in self.rows.caches())
         return LaneState(len(lengths), sum(lengths), held, plain)
+
+
+def _log_freed(lane: str, ticket: Ticket) -> None:
+    assert ticket.cancelled_at is not None
+    waited = round(time.monotonic() - ticket.cancelled_at, 4)
+    fields = {"request": ticket.label, "model": lane, "seconds_after_leaving": waited}
+    log.info("row freed", extra={"fields": fields})
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
