@@ -44,7 +44,6 @@ def whole(http: httpx.Client, wanted: dict[str, Any]) -> tuple[str, list[float]]
 
 
 def streamed(http: httpx.Client, wanted: dict[str, Any]) -> tuple[str, list[float]]:
-    import json
 
     text, scores = "", []
     with http.stream("POST", COMPLETIONS, json={**wanted, "stream": True}) as answer:

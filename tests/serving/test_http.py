@@ -134,16 +134,14 @@ def test_the_log_tells_when_the_row_of_a_client_that_left_was_free(
 ) -> None:
     """By the name that the client gave its request; one that no log can hold is replaced."""
     names = {"x-request-id": "my-own.1"}
-    with (
-        caplog.at_level(logging.INFO, "kvfold.serving"),
-        http.stream("POST", "/v1/completions", json=LONG, headers=names) as answer,
-    ):
-        next(answer.iter_lines())
-        assert answer.headers["x-request-id"] == "my-own.1"
-    deadline = time.monotonic() + 5
-    while not (freed := [r for r in caplog.records if r.getMessage() == "row freed"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    with caplog.at_level(logging.INFO, "kvfold.serving"):
+        with http.stream("POST", "/v1/completions", json=LONG, headers=names) as answer:
+            next(answer.iter_lines())
+            assert answer.headers["x-request-id"] == "my-own.1"
+        deadline = time.monotonic() + 5
+        while not (freed := [r for r in caplog.records if r.getMessage() == "row freed"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     line = json.loads(JsonLines().format(freed[0]))
     assert (line["request"], line["model"]) == ("my-own.1", "ced")
     assert 0 <= line["seconds_after_leaving"] < 1

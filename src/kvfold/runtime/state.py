@@ -216,7 +216,9 @@ class Layout:
         """The same from shapes and dtypes alone, before any tensor is read."""
         parts = self.parts(seen)
         spare = {name for layer in self.to_rebuild(seen, found) for name in _slot_names(layer)}
-        problems = [f"{name} is missing" for name in parts if name not in found and name not in spare]
+        problems = [
+            f"{name} is missing" for name in parts if name not in found and name not in spare
+        ]
         problems += [f"{name} is not expected" for name in found if name not in parts]
         problems += [
             f"{name} is {list(shape)} {dtype} and not {list(parts[name].shape)} {parts[name].dtype}"

@@ -94,9 +94,7 @@ class Engine:
         """
         return self.submit_all([(request, sink)])[0]
 
-    def submit_all(
-        self, requests: Sequence[tuple[Request, Sink]], label: str = ""
-    ) -> list[Ticket]:
+    def submit_all(self, requests: Sequence[tuple[Request, Sink]], label: str = "") -> list[Ticket]:
         """Queue several requests, or none of them; see `submit`. label: what logs call them."""
         for request, _ in requests:
             self._lane(request).check(request)
