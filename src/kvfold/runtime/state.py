@@ -34,8 +34,8 @@ class RowState:
 
     token_ids: (tokens,) int32; -2 (`columns.UNKNOWN`) for tokens that came as embeddings. tensors:
     by name, each without the row's axis: exact places and slots are (heads, places, width). A
-    layer's expanded slots may be left out where the row has their codes (`compacted`); they are
-    made again when the row enters a cache.
+    layer's expanded slots, and codes that wait to become visible, may be left out where the row
+    has all codes (`compacted`); they are made again when the row enters a cache.
     """
 
     token_ids: Tensor
@@ -127,6 +127,23 @@ class Layout:
             and not any(name in found for name in _slot_names(layer))
         ]
 
+    def to_refill(self, seen: int, found: Container[str]) -> dict[str, CodeStore]:
+        """The stores that also have their waiting codes among all others, where `found` lacks them.
+
+        By the name that the waiting ones would have.
+        """
+        named = {_pending_name(n): store for n, store in enumerate(self.cache.stores.values())}
+        return {
+            name: store
+            for name, store in named.items()
+            if store.spare and store.schedule.made(seen) and name not in found
+        }
+
+    def spare(self, seen: int, found: Container[str]) -> list[tuple[str, ...]]:
+        """What a row may be without that `found` has not: names that go together."""
+        layers = [_slot_names(layer) for layer in self.to_rebuild(seen, found)]
+        return [*layers, *((name,) for name in self.to_refill(seen, found))]
+
     def unfolded(self) -> list[LayerAnatomy]:
         """The layers that are left to transformers' own cache."""
         layers = self.attachment.anatomy.layers
@@ -215,7 +232,7 @@ class Layout:
     ) -> None:
         """The same from shapes and dtypes alone, before any tensor is read."""
         parts = self.parts(seen)
-        spare = {name for layer in self.to_rebuild(seen, found) for name in _slot_names(layer)}
+        spare = {name for names in self.spare(seen, found) for name in names}
         problems = [
             f"{name} is missing" for name in parts if name not in found and name not in spare
         ]
@@ -244,30 +261,37 @@ def check_row(
 
 
 def compacted(attachment: Attachment, state: RowState) -> RowState:
-    """The state without the expanded slots that its codes give again bit by bit.
+    """The state without what its codes give again bit by bit: expanded slots, waiting codes.
 
     Whether they do is tried, layer by layer: a matrix product of a few rows, as a decode step
     makes it, may be rounded otherwise than one of many. Where they don't, or no codes are kept
     (`attach(..., keep_codes=True)`), a layer's slots stay. Touches nothing that a running step
     uses, so it may be called in another thread.
     """
-    layers = Layout(attachment, attachment.new_cache()).to_rebuild(state.seen_tokens, ())
-    names = {layer.fold.index: _slot_names(layer) for layer in layers}
-    spare = {name for pair in names.values() for name in pair} & set(state.tensors)
+    held = state.tensors
+    spare = Layout(attachment, attachment.new_cache()).spare(state.seen_tokens, ())
+    spare = [names for names in spare if all(name in held for name in names)]
+    short = _without(state, spare)
     if not spare:
-        return state
-    short = RowState(state.token_ids, {n: t for n, t in state.tensors.items() if n not in spare})
+        return short
     made = attachment.rows_of(attachment.cache_from([short]), copy=False)[0].tensors
-    for pair in names.values():
-        if all(torch.equal(made[name], state.tensors[name]) for name in pair if name in spare):
-            continue
-        spare -= set(pair)
-    return RowState(state.token_ids, {n: t for n, t in state.tensors.items() if n not in spare})
+    same = [n for n in spare if all(torch.equal(made[name], held[name]) for name in n)]
+    return _without(state, same)
+
+
+def _without(state: RowState, groups: Sequence[tuple[str, ...]]) -> RowState:
+    gone = {name for names in groups for name in names}
+    return RowState(state.token_ids, {n: t for n, t in state.tensors.items() if n not in gone})
 
 
 def _slot_names(layer: FoldedLayer) -> tuple[str, str]:
     """What a layer's slots are called that lie in the buffers of its exact keys and values."""
     return f"layers.{layer.fold.index}.slots.keys", f"layers.{layer.fold.index}.slots.values"
+
+
+def _pending_name(number: int) -> str:
+    """What the codes are called that wait in a store to become visible."""
+    return f"codes.{number}.pending"
 
 
 def kept_tokens(layer: LayerAnatomy, seen: int) -> int:
@@ -357,6 +381,7 @@ def _fill_folded(layout: Layout, states: Sequence[RowState], device: torch.devic
                 buffer = getattr(place.owner, place.attribute)
                 place.view(buffer, row).copy_(state.tensors[place.name])
     for row, state in enumerate(states):
+        _refill(layout, row, state)
         _expand(layout, row, state, device)
     cache = layout.cache
     stores = [part for store in cache.stores.values() for part in store.slots.stores]
@@ -367,6 +392,16 @@ def _fill_folded(layout: Layout, states: Sequence[RowState], device: torch.devic
         stores += layer.stores.values()
     for held in stores:
         held.dtype = layout.dtype
+
+
+def _refill(layout: Layout, row: int, state: RowState) -> None:
+    """Put waiting codes in their ring that a row came without: the last of all codes."""
+    for store in layout.to_refill(state.seen_tokens, state.tensors).values():
+        made, size = store.schedule.made(state.seen_tokens), store.schedule.pending_size
+        waiting = range(max(0, made - size), made)
+        assert store.pending is not None
+        places = [slot % size for slot in waiting]
+        store.pending[row, :, places] = store.slots.read(slice(waiting.start, made))[row]
 
 
 @torch.no_grad()

@@ -42,6 +42,7 @@ class StoredPrefixes:
         self.store = store
         self.attachment = attachment
         self.block = block
+        store.identity(attachment)  # reads all weights of the add-on: not in the first request
         self._begun: OrderedDict[bytes, None] = OrderedDict()
         self._waiting: queue.Queue[RowState | None] = queue.Queue(WAITING)
         self._writer = threading.Thread(target=self._write, name="kvfold-store", daemon=True)
