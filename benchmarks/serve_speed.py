@@ -194,8 +194,10 @@ def run_clients(
     with ThreadPoolExecutor(clients) as pool:
         tokens = sum(pool.map(ask, prompts))
     seconds, after = time.perf_counter() - began, server.figures()
-    steps = after["kvfold_step_seconds_count"] - before["kvfold_step_seconds_count"]
-    spent = after["kvfold_step_seconds_sum"] - before["kvfold_step_seconds_sum"]
+    steps, spent = (
+        after[f"kvfold_step_seconds_{what}"] - before.get(f"kvfold_step_seconds_{what}", 0.0)
+        for what in ("count", "sum")
+    )
     return {
         "clients": clients,
         "requests": len(prompts),

@@ -28,13 +28,12 @@ from kvfold.runtime.attach import Attachment, attach
 from kvfold.runtime.feeding import last_logits
 from kvfold.runtime.ledger import plain_bytes, predict_bytes
 from kvfold.serving.choice import Choice
+from kvfold.serving.lane import PREFILL_CHUNK
 from kvfold.serving.request import Request, Sampling, Ticket
 from kvfold.store.addon import AddOn
 from kvfold.store.prefix_store import PrefixStore
 from kvfold.store.snapshot import Snapshot
 
-CHUNK = 256
-"""Tokens read at once, as the server does."""
 WEIGHT_SCALE = 0.02
 
 
@@ -126,8 +125,8 @@ def limits_of(way: dict[str, Any], model: Any, machine: Machine, plain_size: int
 
 def read_in_chunks(model: Any, ids: torch.Tensor, cache: Any) -> Any:
     """A cache that has read ids (1, tokens) as the server reads a prompt."""
-    for start in range(0, ids.shape[1], CHUNK):
-        last_logits(model, ids[:, start : start + CHUNK], cache, [start])
+    for start in range(0, ids.shape[1], PREFILL_CHUNK):
+        last_logits(model, ids[:, start : start + PREFILL_CHUNK], cache, [start])
     return cache
 
 
