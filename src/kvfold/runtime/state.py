@@ -20,7 +20,7 @@ from kvfold.runtime.buffers import rounded
 from kvfold.runtime.codes import CodeStore
 from kvfold.runtime.columns import PAD
 from kvfold.runtime.folded_layer import FoldedLayer
-from kvfold.runtime.layer import Rotation, StoredSlots
+from kvfold.runtime.remaking import expand, pending_name, refill, slot_names
 from kvfold.runtime.slots import SlotStore
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Layout:
             for layer in layers
             if self.follows(layer) is not None
             and layer.schedule.slots(seen)
-            and not any(name in found for name in _slot_names(layer))
+            and not any(name in found for name in slot_names(layer))
         ]
 
     def to_refill(self, seen: int, found: Container[str]) -> dict[str, CodeStore]:
@@ -132,7 +132,7 @@ class Layout:
 
         By the name that the waiting ones would have.
         """
-        named = {_pending_name(n): store for n, store in enumerate(self.cache.stores.values())}
+        named = {pending_name(n): store for n, store in enumerate(self.cache.stores.values())}
         return {
             name: store
             for name, store in named.items()
@@ -141,7 +141,7 @@ class Layout:
 
     def spare(self, seen: int, found: Container[str]) -> list[tuple[str, ...]]:
         """What a row may be without that `found` has not: names that go together."""
-        layers = [_slot_names(layer) for layer in self.to_rebuild(seen, found)]
+        layers = [slot_names(layer) for layer in self.to_rebuild(seen, found)]
         return [*layers, *((name,) for name in self.to_refill(seen, found))]
 
     def unfolded(self) -> list[LayerAnatomy]:
@@ -284,16 +284,6 @@ def _without(state: RowState, groups: Sequence[tuple[str, ...]]) -> RowState:
     return RowState(state.token_ids, {n: t for n, t in state.tensors.items() if n not in gone})
 
 
-def _slot_names(layer: FoldedLayer) -> tuple[str, str]:
-    """What a layer's slots are called that lie in the buffers of its exact keys and values."""
-    return f"layers.{layer.fold.index}.slots.keys", f"layers.{layer.fold.index}.slots.values"
-
-
-def _pending_name(number: int) -> str:
-    """What the codes are called that wait in a store to become visible."""
-    return f"codes.{number}.pending"
-
-
 def kept_tokens(layer: LayerAnatomy, seen: int) -> int:
     """How many of a row's tokens a layer of transformers' own keeps."""
     return seen if layer.sliding_window is None else min(seen, layer.sliding_window - 1)
@@ -381,8 +371,8 @@ def _fill_folded(layout: Layout, states: Sequence[RowState], device: torch.devic
                 buffer = getattr(place.owner, place.attribute)
                 place.view(buffer, row).copy_(state.tensors[place.name])
     for row, state in enumerate(states):
-        _refill(layout, row, state)
-        _expand(layout, row, state, device)
+        refill(layout, row, state)
+        expand(layout, row, state, device)
     cache = layout.cache
     stores = [part for store in cache.stores.values() for part in store.slots.stores]
     for index in cache.folded:
@@ -392,34 +382,6 @@ def _fill_folded(layout: Layout, states: Sequence[RowState], device: torch.devic
         stores += layer.stores.values()
     for held in stores:
         held.dtype = layout.dtype
-
-
-def _refill(layout: Layout, row: int, state: RowState) -> None:
-    """Put waiting codes in their ring that a row came without: the last of all codes."""
-    for store in layout.to_refill(state.seen_tokens, state.tensors).values():
-        made, size = store.schedule.made(state.seen_tokens), store.schedule.pending_size
-        waiting = range(max(0, made - size), made)
-        assert store.pending is not None
-        places = [slot % size for slot in waiting]
-        store.pending[row, :, places] = store.slots.read(slice(waiting.start, made))[row]
-
-
-@torch.no_grad()
-def _expand(layout: Layout, row: int, state: RowState, device: torch.device) -> None:
-    """Make those expanded slots of a row that it came without."""
-    rotations: dict[Any, Rotation] = {}
-    for layer in layout.to_rebuild(state.seen_tokens, state.tensors):
-        store, fold, schedule = layout.follows(layer), layer.fold, layer.schedule
-        assert store is not None
-        count = schedule.slots(state.seen_tokens)
-        codes = store.slots.read(slice(0, count))[row : row + 1]
-        places = StoredSlots(schedule, range(count), fold.pipeline.slot_position, device)
-        if places.key not in rotations:
-            rotations[places.key] = layout.attachment.rotation_of(places)
-        made = fold.unfold(codes, rotations[places.key])
-        shown = slice(schedule.exact_size, schedule.exact_size + count)
-        for buffer, slots in zip((layer.keys, layer.values), made, strict=True):
-            buffer[row, :, shown] = slots[0]
 
 
 def _fill_unfolded(
