@@ -69,10 +69,10 @@ def way_of_a_stored_prompt(
 ) -> dict[str, Any]:
     """Seconds of each stage between a prompt that is in a store and its first token."""
     prefixes, model = PrefixStore(store), attachment.model
+    identity = prefixes.identity(attachment)  # worked out once, when a server starts
     whole, found = timed(lambda: prefixes.longest(attachment, ids), repeats)
     if found is None:
         raise RuntimeError(f"the store at {store} must hold a prefix of the prompt")
-    identity = prefixes.identity(attachment)
     read, content = timed(lambda: prefixes.place.read(found.name), repeats)
     checksum, _ = timed(lambda: hashlib.sha256(content).digest(), repeats)
     parse, _ = timed(
