@@ -145,9 +145,11 @@ def lane(tiny_model: Callable[..., Any], byte_tokenizer: Any) -> Iterator[Callab
 
 START = "<answer>"
 CALL = '{"name": "add", "arguments": {"a": 2, "b": "é"}}'
+MARKUP = "<img src=x onerror=document.title=7>"
 SCRIPTS = {
     "unicode": "aé世!",
     "call": "So: <tool_call>" + CALL + "</tool_call>",
+    "markup": MARKUP,
 }
 TOOL_TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -157,9 +159,9 @@ TOOL_TEMPLATE = (
 
 
 def _tokenizer_of_script(byte_tokenizer: Any) -> Any:
-    """The tokenizer of bytes, with one token each for the parts of a tool call."""
+    """The tokenizer of bytes, with one token each for what would repeat a byte."""
     made = deepcopy(byte_tokenizer)
-    made.add_tokens(["<tool_call>", CALL, "</tool_call>"])
+    made.add_tokens(["<tool_call>", CALL, "</tool_call>", MARKUP])
     made.chat_template = TOOL_TEMPLATE
     return made
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvfold.cli.options import DeviceOption, DtypeOption, load_addons, load_model, say_plans
+from kvfold.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    ResidentOption,
+    load_addons,
+    load_model,
+    say_plans,
+)
 from kvfold.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -26,6 +33,8 @@ HELP = (
 )
 DEMO_MODEL = "smollm2-135m"
 DEMO_ADDON = "smollm2-csa2"
+DEMO_RESIDENT = "shared"
+"""So that the demo's cache is smaller in memory too, which `auto` gives up here for speed."""
 
 
 def register(app: typer.Typer) -> None:
@@ -49,7 +58,11 @@ def serve_command(
         ),
     ] = None,
     demo: Annotated[
-        bool, typer.Option("--demo", help=f"Serve {DEMO_MODEL} with the add-on {DEMO_ADDON}.")
+        bool,
+        typer.Option(
+            "--demo",
+            help=f"Serve {DEMO_MODEL} with the add-on {DEMO_ADDON}, --resident {DEMO_RESIDENT}.",
+        ),
     ] = False,
     plain: Annotated[
         bool, typer.Option("--plain/--no-plain", help="Serve the model without add-ons as well.")
@@ -92,6 +105,7 @@ def serve_command(
     store_bytes: Annotated[
         int, typer.Option(min=1, help="What the store may take; what was used longest ago goes.")
     ] = 4 * 2**30,
+    resident: ResidentOption = None,
     warm_up: Annotated[
         bool, typer.Option("--warm-up/--no-warm-up", help="Run a few tokens before listening.")
     ] = True,
@@ -114,6 +128,7 @@ def serve_command(
         LaneSettings(max_rows=max_batch, chunk=prefill_chunk, context=context),
         plain=plain,
         warm_up=warm_up,
+        resident=resident or (DEMO_RESIDENT if demo else None),
         dtype=dtype,
         device=device,
         store_of=None if store is None else stores_in(store, store_bytes),
@@ -188,18 +203,23 @@ def load_lanes(
     *,
     plain: bool,
     warm_up: bool,
+    resident: str | None,
     dtype: str | None,
     device: str | None,
     store_of: StoreOf | None,
 ) -> dict[str, Lane]:
     """The model and its add-ons, loaded with progress and warmed up."""
+    from kvfold.evaluation.candidates import with_plan
     from kvfold.serving.loading import make_lanes
 
     started = time.perf_counter()
     with screen.status(f"loading {name}") as status:
         loaded, tokenizer = load_model(name, dtype, device)
         status.update(f"loading {len(addons)} add-ons")
-        found = load_addons(addons, loaded)
+        found = {
+            addon: with_plan(own, resident=resident)
+            for addon, own in load_addons(addons, loaded).items()
+        }
         lanes = make_lanes(
             loaded,
             tokenizer,
@@ -229,17 +249,20 @@ def _serve(
     from kvfold.serving.engine import Engine
     from kvfold.serving.loading import close_lanes
     from kvfold.serving.metrics import Metrics
-    from kvfold.serving.server import log_as_json_lines, make_server
+    from kvfold.serving.server import log_as_json_lines, make_server, run_server
 
     metrics = Metrics()
     engine = Engine(lanes, queue=queue, listener=metrics)
     log_as_json_lines()
     server = make_server(create_app(engine, settings, metrics), host, port, settings.drain_seconds)
-    shown = f"[{host}]" if ":" in host else host
-    screen.print(f"http://{shown}:{port}/v1  (Ctrl-C ends it)", highlight=False)
+
+    def say(address: str) -> None:
+        screen.print(f"A page to try it: {address}/", highlight=False)
+        screen.print(f"OpenAI's API: {address}/v1  (Ctrl-C ends it)", highlight=False)
+
     try:
-        server.run()
+        started = run_server(server, say)
     finally:
         close_lanes(lanes.values())
-    if not server.started:
+    if not started:
         raise typer.Exit(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import uvicorn
@@ -34,6 +36,19 @@ def make_server(app: FastAPI, host: str, port: int, drain_seconds: float) -> uvi
         timeout_graceful_shutdown=int(drain_seconds) + DRAIN_MARGIN_SECONDS,
     )
     return uvicorn.Server(config)
+
+
+def run_server(server: uvicorn.Server, ready: Callable[[str], None]) -> bool:
+    """Run it until it is told to stop; returns whether it could begin.
+
+    ready: called with the server's address, once its port is known.
+    """
+    host = server.config.host
+    shown = f"[{host}]" if ":" in host else host
+    with closing(server.config.bind_socket()) as bound:
+        ready(f"http://{shown}:{bound.getsockname()[1]}")
+        server.run(sockets=[bound])
+    return server.started
 
 
 def bound_port(server: Any) -> int:

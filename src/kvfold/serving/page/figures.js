@@ -80,6 +80,7 @@ export class Figures {
     const width = (count) => `${scale ? (100 * count) / scale : 0}%`;
     bar.querySelector(".takes").style.width = width(bytes);
     bar.querySelector(".need").style.width = width(need);
+    bar.classList.toggle("nothing", !this.size);
     bar.setAttribute("aria-valuemax", scale || 1);
     bar.setAttribute("aria-valuenow", bytes);
     if (this.size) {

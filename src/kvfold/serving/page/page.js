@@ -86,23 +86,30 @@ async function ask() {
   at("question").value = "";
   running = new AbortController();
   showRunning();
-  const temperature = numberIn("temperature");
   // One seed for both, so that only the caches make a difference.
   const options = {
-    temperature,
+    temperature: numberIn("temperature"),
     max_tokens: numberIn("max-tokens"),
     seed: Math.floor(Math.random() * 2 ** 31),
   };
   const put = (side) => side.ask(question, options, key, running.signal);
-  const told = [];
+  const outcomes = [];
   if (at("in-turn").checked) {
-    for (const side of sides) if (!running.signal.aborted) told.push(await put(side));
+    for (const side of sides) if (!running.signal.aborted) outcomes.push(await put(side));
   } else {
-    told.push(...(await Promise.all(sides.map(put))));
+    outcomes.push(...(await Promise.all(sides.map(put))));
   }
   running = null;
   showRunning();
-  at("announcer").textContent = told.join(" ");
+  tell(question, outcomes);
+}
+
+function tell(question, outcomes) {
+  at("announcer").textContent = outcomes.map((outcome) => outcome.told).join(" ");
+  const statuses = outcomes.map((outcome) => outcome.status);
+  // What nobody answered need not be typed again.
+  if (!statuses.includes(undefined)) at("question").value ||= question;
+  if (statuses.includes(401)) askForKey("The server does not take this key any more.");
 }
 
 function showRunning() {
@@ -140,7 +147,8 @@ at("again").addEventListener("click", load);
 at("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   keepKey(at("key").value.trim());
-  load();
+  if (sides.length) at("key-form").hidden = true;
+  else load();
 });
 
 load();

@@ -59,12 +59,17 @@ export async function* chat(wanted, key, signal) {
   throw new Refusal("The answer broke off: the server closed the connection.", answer.status);
 }
 
+function brokenOff(error) {
+  if (error.name === "AbortError") throw error;
+  throw new Refusal(`The answer broke off (${error.message}).`, 0);
+}
+
 async function* eventData(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     while (true) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch(brokenOff);
       if (done) return;
       const lines = (rest + value).split(/\r?\n/);
       rest = lines.pop();

@@ -60,7 +60,8 @@ export class Side {
     this.talk.setAttribute("aria-busy", is);
   }
 
-  // Put a question and show the answer as it comes. Returns a sentence on how it went.
+  // Put a question and show the answer as it comes. Returns what to say of it, and the
+  // status of an answer that the server refused.
   async ask(question, options, key, signal) {
     const answer = this.begin(question);
     const messages = [...this.history, { role: "user", content: question }];
@@ -76,7 +77,8 @@ export class Side {
     }
     if (outcome.note) this.note(answer, outcome.note);
     this.busy(false);
-    return `${this.kind}: ${outcome.note || "answered"}.${this.bytesTold()}`;
+    const said = `${this.kind}: ${outcome.status === undefined ? "answered" : "failed"}.`;
+    return { status: outcome.status, told: `${said} ${outcome.note} ${this.bytesTold()}` };
   }
 
   begin(question) {
@@ -119,8 +121,8 @@ export class Side {
       }
       if (chunk.usage) this.figures.setCached(chunk.usage.prompt_tokens_details.cached_tokens);
     }
-    if (reason === "length") return { complete: true, note: "Cut at the longest answer" };
-    return { complete: true, note: answer.text.data ? "" : "An empty answer" };
+    if (reason === "length") return { complete: true, note: "Cut off at the longest answer allowed." };
+    return { complete: true, note: answer.text.data ? "" : "An empty answer." };
   }
 
   append(answer, text) {
@@ -140,7 +142,7 @@ export class Side {
   }
 
   failed(answer, error) {
-    if (error.name === "AbortError") return { complete: false, note: "Stopped" };
+    if (error.name === "AbortError") return { complete: false, note: "Stopped." };
     const told = document.createElement("p");
     told.className = "error";
     told.setAttribute("role", "alert");
@@ -162,6 +164,6 @@ export class Side {
     const size = this.figures.size;
     if (!size) return "";
     const times = timesText(size.bytes, size.plain_bytes);
-    return ` Its cache takes ${bytesText(size.bytes)}${times && `, ${times} than the plain one`}.`;
+    return `Its cache takes ${bytesText(size.bytes)}${times && `, ${times} than the plain one`}.`;
   }
 }
