@@ -206,7 +206,7 @@ class LiveServer:
     def __init__(self, lanes: dict[str, Lane], *, queue: int = 64, **settings: Any) -> None:
         from kvfold.serving.app import ServerSettings, create_app
         from kvfold.serving.metrics import Metrics
-        from kvfold.serving.server import bound_port, make_server
+        from kvfold.serving.server import make_server
 
         made = ServerSettings(**settings)
         metrics = Metrics()
@@ -220,7 +220,7 @@ class LiveServer:
         while not self.server.started:
             assert self.thread.is_alive() and time.monotonic() < deadline
             time.sleep(0.01)
-        self.url = f"http://127.0.0.1:{bound_port(self.server)}"
+        self.url = f"http://127.0.0.1:{self.server.port}"
 
     def stop(self) -> None:
         """End it, once all answers are given."""

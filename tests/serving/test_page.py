@@ -18,9 +18,8 @@ def test_a_file_comes_with_its_type_and_a_strict_policy(http: httpx.Client, path
     assert answer.status_code == 200
     assert answer.headers["content-type"].split(";")[0] == PAGE_FILES[path].media_type
     assert answer.headers["x-content-type-options"] == "nosniff"
-    rules = dict(
-        rule.split(" ", 1) for rule in answer.headers["content-security-policy"].split("; ")
-    )
+    policy = answer.headers["content-security-policy"].split("; ")
+    rules = dict(rule.split(" ", 1) for rule in policy)
     assert rules["default-src"] == rules["base-uri"] == rules["frame-ancestors"] == "'none'"
     assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
 

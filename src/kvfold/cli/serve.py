@@ -249,20 +249,21 @@ def _serve(
     from kvfold.serving.engine import Engine
     from kvfold.serving.loading import close_lanes
     from kvfold.serving.metrics import Metrics
-    from kvfold.serving.server import log_as_json_lines, make_server, run_server
+    from kvfold.serving.server import log_as_json_lines, make_server
 
     metrics = Metrics()
     engine = Engine(lanes, queue=queue, listener=metrics)
     log_as_json_lines()
-    server = make_server(create_app(engine, settings, metrics), host, port, settings.drain_seconds)
 
     def say(address: str) -> None:
         screen.print(f"A page to try it: {address}/", highlight=False)
         screen.print(f"OpenAI's API: {address}/v1  (Ctrl-C ends it)", highlight=False)
 
+    app = create_app(engine, settings, metrics)
+    server = make_server(app, host, port, settings.drain_seconds, say)
     try:
-        started = run_server(server, say)
+        server.run()
     finally:
         close_lanes(lanes.values())
-    if not started:
+    if not server.started:
         raise typer.Exit(1)
