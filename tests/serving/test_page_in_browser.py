@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvfold.serving.stored import StoredPrefixes
+from kvfold.store.prefix_store import PrefixStore
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE = 60_000  # milliseconds, for machines that have other things to do
@@ -249,14 +255,50 @@ def test_everything_has_a_name_and_can_be_reached_by_keyboard(pair: Any, visit: 
     assert reached == ["", "talk", "", "talk", "question", "send", ""]
 
 
+def test_prompts_from_a_store_show_as_hits(
+    serve: Any, lane: Any, visit: Any, tmp_path: Path
+) -> None:
+    made = lane("ced")
+    made.store = StoredPrefixes(PrefixStore(tmp_path, block=8), made.attachment, block=16)
+    page = visit(serve({"ced": made}).url)
+    settle(page, "z" * 60, 3)
+    made.store.close()
+    page.get_by_role("button", name="New chat").click()
+    settle(page, "z" * 60, 3)
+    assert page.locator(".cached").inner_text() == "48 tokens"
+
+
+@pytest.fixture
+def demo_url(smollm2: Any) -> Iterator[str]:
+    """`kvfold serve --demo`, as a user would run it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvfold", "serve", "--demo", "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    found, read = None, list[str]()
+    for line in process.stderr:
+        read.append(line)
+        if found := re.search(r"page to try it: (http://\S+)/", line):
+            break
+    assert found, "".join(read)
+    # What it logs must be read, or it would wait for someone to do so.
+    reader = threading.Thread(target=process.stderr.read)
+    reader.start()
+    yield found[1]
+    process.terminate()
+    process.wait(60)
+    reader.join()
+    process.stderr.close()
+
+
 @pytest.mark.slow
-def test_the_demo_in_a_browser(visit: Any, demo_server: Any, tmp_path: Path) -> None:
-    """SmolLM2 and its shipped add-on, as `kvfold serve --demo` has them."""
-    page = visit(demo_server.url)
+def test_the_demo_takes_fewer_bytes_and_speaks(visit: Any, demo_url: str, tmp_path: Path) -> None:
+    """SmolLM2 beside itself under its shipped add-on."""
+    page = visit(demo_url)
     settle(page, "What is a cache, and why does a language model need one?", 40)
     page.screenshot(path=tmp_path / "demo.png")
-    takes, _ = meter(side(page, "Folded"))
-    needs, _ = meter(side(page, "Plain"))
-    assert takes < 0.7 * needs
+    assert meter(side(page, "Folded"))[0] < 0.7 * meter(side(page, "Plain"))[0]
     for kind in ("Folded", "Plain"):
         assert "cache" in side(page, kind).locator(".message.answer p").first.inner_text()
