@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 HELP = (
     "Serve a model to many clients at once, by OpenAI's API.\n\n"
     "The plain model answers by the name given here, and each add-on's folded one by the "
-    "add-on's name, on one set of weights. GET /v1/models lists them.\n\n"
+    "add-on's name, on one set of weights. GET /v1/models lists them, and the page at / puts the "
+    "same question to both, with the bytes that their caches take.\n\n"
     "Example: kvfold serve --demo"
 )
 DEMO_MODEL = "smollm2-135m"
@@ -46,7 +47,8 @@ def serve_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="smollm2-135m (embedded), tiny-hybrid, a folder or a hub id."
+            metavar="[MODEL]",
+            help=f"{DEMO_MODEL} (embedded; so it is if none is named), tiny-hybrid, a folder or a hub id.",
         ),
     ] = None,
     addon: Annotated[
@@ -67,9 +69,9 @@ def serve_command(
     plain: Annotated[
         bool, typer.Option("--plain/--no-plain", help="Serve the model without add-ons as well.")
     ] = True,
-    host: Annotated[str, typer.Option(help="Address to listen on; this machine only.")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; by default this machine only.")
+    ] = ("127.0.0.1"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose.")] = 8000,
     max_batch: Annotated[
         int, typer.Option(min=1, help="Answers of one model that are generated at once.")
@@ -77,7 +79,7 @@ def serve_command(
     queue: Annotated[
         int, typer.Option(min=0, help="Requests that may wait; more get status 429.")
     ] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 4096,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 4096,
     context: Annotated[
         int | None,
         typer.Option(min=2, help="The most tokens of prompt and answer; the model's own if not."),
