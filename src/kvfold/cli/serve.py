@@ -48,7 +48,7 @@ def serve_command(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help=f"{DEMO_MODEL} (embedded; so it is if none is named), tiny-hybrid, a folder or a hub id.",
+            help=f"{DEMO_MODEL} (embedded, the default), tiny-hybrid, a folder or a hub id.",
         ),
     ] = None,
     addon: Annotated[
@@ -71,7 +71,7 @@ def serve_command(
     ] = True,
     host: Annotated[
         str, typer.Option(help="Address to listen on; by default this machine only.")
-    ] = ("127.0.0.1"),
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose.")] = 8000,
     max_batch: Annotated[
         int, typer.Option(min=1, help="Answers of one model that are generated at once.")
