@@ -182,6 +182,18 @@ def test_slots_that_codes_would_not_give_again_bit_by_bit_are_written(
         assert_equal_states(attachment.rows_of(restored)[0], whole)
 
 
+def test_without_anchors_and_window_the_codes_suffice_too(case: Any, helpers: Any) -> None:
+    """Nothing waits to become visible then."""
+    made = case("llama", "csa2-joint", resident="expanded", anchors=0, window=0)
+    with attach(made.model, made.addon, plan=made.plan, keep_codes=True) as attachment:
+        cache = attachment.new_cache()
+        made.run(helpers.tokens(60), cache)
+        (whole,) = attachment.rows_of(cache)
+        short = compacted(attachment, whole)
+        assert short.nbytes() < whole.nbytes()
+        assert_equal_states(attachment.rows_of(attachment.cache_from([short]))[0], whole)
+
+
 def test_half_of_a_layers_slots_is_not_enough(case: Any, helpers: Any) -> None:
     """Both are left out, or neither."""
     made = case("llama", "csa2-joint", resident="expanded")

@@ -136,7 +136,10 @@ class Layout:
         return {
             name: store
             for name, store in named.items()
-            if store.spare and store.schedule.made(seen) and name not in found
+            if store.spare
+            and store.schedule.pending_size
+            and store.schedule.made(seen)
+            and name not in found
         }
 
     def spare(self, seen: int, found: Container[str]) -> list[tuple[str, ...]]:

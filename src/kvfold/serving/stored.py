@@ -126,6 +126,8 @@ class StoredPrefixes:
                 self.store.keep_state(self.attachment, state)
             except (KvfoldError, OSError) as error:
                 log.warning("a cache of %d tokens was not kept: %s", state.seen_tokens, error)
+            except Exception:  # whatever it is, the next one may do
+                log.exception("a cache of %d tokens was not kept", state.seen_tokens)
 
 
 def _key(tokens: Sequence[int]) -> bytes:
