@@ -35,8 +35,10 @@ from kvfold.cli.options import load_addons
 from kvfold.evaluation.environment import environment
 from kvfold.evaluation.report import write_json
 from kvfold.fitting.machine import measured_machine
+from kvfold.plan import Plan
 from kvfold.runtime.attach import attach
 from kvfold.runtime.ledger import plain_bytes
+from kvfold.store.snapshot import describe_snapshot
 from serving_costs import (
     limits_of,
     operations_a_token,
@@ -148,7 +150,9 @@ def stages_of(
     model, tokenizer = models.load(chosen.model)
     (addon,) = load_addons([kind.folded], model).values()
     machine = measured_machine(model.device, frozenset([str(model.dtype).split(".")[1]]))
-    with attach(model, addon, keep_codes=True) as attachment:
+    made_by = describe_snapshot(next(store.glob("*.kvfold"))).identity
+    plan = Plan.from_dict(dict(made_by.plan))  # --demo may read the history in its own way
+    with attach(model, addon, plan=plan, keep_codes=True) as attachment:
         way = way_of_a_stored_prompt(attachment, tokenizer, store, prompts[0], chosen.repeats)
     size = plain_bytes(anatomy(model), chosen.prefix, element_size=model.dtype.itemsize).total
     way["least_seconds"] = limits_of(way, model, machine, size)
