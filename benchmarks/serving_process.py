@@ -21,6 +21,8 @@ from typing import Any
 import httpx
 import psutil
 
+from kvfold.cli.serve import DEMO_ADDON, DEMO_MODEL
+
 START_SECONDS = 300
 STOP_SECONDS = 90
 MEMORY_GIVEN_BACK = {
@@ -45,7 +47,7 @@ class Kind:
 
 
 KINDS = {
-    "smollm2-135m": Kind(("--demo",), "smollm2-csa2", "smollm2-135m", 1500),
+    DEMO_MODEL: Kind(("--demo",), DEMO_ADDON, DEMO_MODEL, 1500),
     "tiny-hybrid": Kind(
         ("tiny-hybrid", "--addon", "tiny-hybrid-card"), "tiny-hybrid-card", "tiny-hybrid", 1500
     ),
