@@ -86,7 +86,7 @@ def serve_command(
     ] = None,
     prefill_chunk: Annotated[
         int, typer.Option(min=1, help="Prompt tokens read between two steps of running answers.")
-    ] = 256,
+    ] = 128,
     max_body: Annotated[int, typer.Option(min=1024, help="The largest body, in bytes.")] = 4
     * 2**20,
     api_key_file: Annotated[
@@ -107,6 +107,13 @@ def serve_command(
     store_bytes: Annotated[
         int, typer.Option(min=1, help="What the store may take; what was used longest ago goes.")
     ] = 4 * 2**30,
+    store_plain: Annotated[
+        bool,
+        typer.Option(
+            "--store-plain/--no-store-plain",
+            help="Keep the plain model's caches too, which are several times larger.",
+        ),
+    ] = False,
     resident: ResidentOption = None,
     warm_up: Annotated[
         bool, typer.Option("--warm-up/--no-warm-up", help="Run a few tokens before listening.")
@@ -134,6 +141,7 @@ def serve_command(
         dtype=dtype,
         device=device,
         store_of=None if store is None else stores_in(store, store_bytes),
+        store_plain=store_plain,
     )
     if not keys and not is_loopback(host):
         screen.print(
@@ -209,6 +217,7 @@ def load_lanes(
     dtype: str | None,
     device: str | None,
     store_of: StoreOf | None,
+    store_plain: bool = False,
 ) -> dict[str, Lane]:
     """The model and its add-ons, loaded with progress and warmed up."""
     from kvfold.evaluation.candidates import with_plan
@@ -229,6 +238,7 @@ def load_lanes(
             plain=name if plain else None,
             settings=settings,
             store_of=store_of,
+            store_plain=store_plain,
         )
         for lane in lanes.values() if warm_up else ():
             status.update(f"warming up {lane.name}")

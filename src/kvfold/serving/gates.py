@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
@@ -24,6 +25,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 NOTES = "kvfold.notes"
 """Where in a scope the application leaves what is to be logged."""
+REQUEST = "kvfold.request"
+"""Where in a scope the request's own name is."""
+NAME = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+"""What a client may name its request by, in a header `x-request-id`."""
 
 log = logging.getLogger("kvfold.serving.access")
 
@@ -118,9 +123,9 @@ class AccessLog:
             await self.app(scope, receive, send)
             return
         started = time.perf_counter()
-        number = uuid.uuid4().hex
+        number = _name(scope)
         notes: dict[str, Any] = {}
-        scope[NOTES] = notes
+        scope[NOTES], scope[REQUEST] = notes, number
         status = 500
 
         async def noted(message: MutableMapping[str, Any]) -> None:
@@ -150,6 +155,12 @@ class AccessLog:
                 **notes,
             }
             log.info("request", extra={"fields": line})
+
+
+def _name(scope: Scope) -> str:
+    """A request's name: the client's own where it gives one that a log can hold, else a new one."""
+    given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given.decode() if NAME.fullmatch(given) else uuid.uuid4().hex
 
 
 class JsonLines(logging.Formatter):

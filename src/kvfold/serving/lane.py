@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +15,7 @@ from transformers import DynamicCache
 
 from kvfold.anatomy import Anatomy, anatomy
 from kvfold.errors import RequestError
+from kvfold.runtime.cache import FoldedCache
 from kvfold.runtime.feeding import last_logits
 from kvfold.runtime.joining import is_joinable
 from kvfold.runtime.ledger import Ledger, plain_bytes
@@ -25,8 +28,14 @@ from kvfold.store.prefix_store import resumes_as_cold
 if TYPE_CHECKING:
     from kvfold.runtime.attach import Attachment
 
-PREFILL_CHUNK = 256
-"""Prompt tokens that are read between two steps of the running rows."""
+PREFILL_CHUNK = 128
+"""Prompt tokens that are read between two steps of the running rows.
+
+Nothing interrupts a forward, so this also bounds how long the row of a client that left can stay:
+two CPU cores read about 235 tokens of SmolLM2 a second, and a row should be free within one.
+"""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -194,6 +203,8 @@ class Lane:
         ticket = reading.ticket
         count = ticket.request.choices
         ticket.sink(Begun(reading.cached))
+        if isinstance(reading.cache, FoldedCache):
+            reading.cache.forget_spare_codes()  # only prompts are kept
         made = [Choice(ticket, index, self.tokenizer, self.ends) for index in range(count)]
         likeliest = int(logits[0].argmax())
         sized = partial(self._size, reading.cache, reading.done, [reading.done])
@@ -257,11 +268,15 @@ class Lane:
             for place, choice in enumerate(self.choices)
             if choice.done is None and not choice.ticket.cancelled
         ]
+        left = [choice.ticket for choice in self.choices if choice.ticket.cancelled]
         if len(kept) < len(self.choices):
             self.choices = [self.choices[place] for place in kept]
             self.rows.keep(kept)
         if self.reading is not None and self.reading.ticket.cancelled:
+            left.append(self.reading.ticket)
             self.reading = None
+        for ticket in dict.fromkeys(left):
+            _log_freed(self.name, ticket)
 
     def fail(self, error: Exception) -> None:
         """Give everything up that is in the lane, and tell those who wait."""
@@ -278,6 +293,13 @@ class Lane:
         plain = sum(self._plain_bytes(length) for length in lengths)
         held = sum(self._held(cache).total for cache in self.rows.caches())
         return LaneState(len(lengths), sum(lengths), held, plain)
+
+
+def _log_freed(lane: str, ticket: Ticket) -> None:
+    assert ticket.cancelled_at is not None
+    waited = round(time.monotonic() - ticket.cancelled_at, 4)
+    fields = {"request": ticket.label, "model": lane, "seconds_after_leaving": waited}
+    log.info("row freed", extra={"fields": fields})
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

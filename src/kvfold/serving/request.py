@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -137,9 +138,20 @@ Sink = Callable[[Event], None]
 
 
 class Ticket:
-    """A request that was handed to the engine."""
+    """A request that was handed to the engine. label: what logs call it."""
 
-    def __init__(self, request: Request, sink: Sink) -> None:
+    def __init__(self, request: Request, sink: Sink, label: str = "") -> None:
         self.request = request
         self.sink = sink
-        self.cancelled = False
+        self.label = label
+        self.cancelled_at: float | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody wants the answer any more."""
+        return self.cancelled_at is not None
+
+    def cancel(self) -> None:
+        """Note that nobody does, and since when."""
+        if self.cancelled_at is None:
+            self.cancelled_at = time.monotonic()

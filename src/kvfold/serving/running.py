@@ -32,10 +32,13 @@ class AnswerFailedError(Exception):
 class Run:
     """The requests of one answer, from submission until all choices have ended.
 
-    gone: tells whether the client has left. Use `events` in a `try` whose end calls `stop`.
+    gone: tells whether the client has left. label: what logs call it. Use `events` in a `try`
+    whose end calls `stop`.
     """
 
-    def __init__(self, engine: Engine, asked: Asked, gone: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(
+        self, engine: Engine, asked: Asked, gone: Callable[[], Awaitable[bool]], label: str = ""
+    ) -> None:
         self.engine = engine
         self.gone = gone
         self.tally = Tally(prompt=sum(len(request.tokens) for request in asked.requests))
@@ -48,7 +51,7 @@ class Run:
             first += request.choices
         self.choices = first
         self.open = first
-        self.tickets: list[Ticket] = engine.submit_all(requests)
+        self.tickets: list[Ticket] = engine.submit_all(requests, label)
 
     def _put(self, loop: asyncio.AbstractEventLoop, first: int, event: Event) -> None:
         """Called by the engine. A loop that has been closed waits for nothing."""
