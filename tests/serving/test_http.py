@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -129,6 +130,26 @@ def test_a_client_that_leaves_frees_its_row_within_a_second(
         time.sleep(0.02)
 
 
+def test_the_log_tells_when_the_row_of_a_client_that_left_was_free(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the name that the client gave its request; one that no log can hold is replaced."""
+    names = {"x-request-id": "my-own.1"}
+    with caplog.at_level(logging.INFO, "kvfold.serving"):
+        with http.stream("POST", "/v1/completions", json=LONG, headers=names) as answer:
+            next(answer.iter_lines())
+            assert answer.headers["x-request-id"] == "my-own.1"
+        deadline = time.monotonic() + 5
+        while not (freed := [r for r in caplog.records if r.getMessage() == "row freed"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    line = json.loads(JsonLines().format(freed[0]))
+    assert (line["request"], line["model"]) == ("my-own.1", "ced")
+    assert 0 <= line["seconds_after_leaving"] < 1
+    answer = http.get("/health", headers={"x-request-id": 'so"x'})
+    assert answer.headers["x-request-id"].isalnum()
+
+
 def test_a_full_queue_gets_429(serve: Any, lane: Any) -> None:
     server = serve({"ced": lane("ced", max_rows=1)}, queue=0)
     with httpx.Client(base_url=server.url, timeout=60) as http:
@@ -233,7 +254,7 @@ def test_every_answer_is_logged_as_a_line_of_json(
 
 @pytest.mark.slow
 def test_no_request_that_the_schema_allows_or_forbids_breaks_the_server(
-    serve: Any, lane: Any, scripted_lanes: Any
+    serve: Any, lane: Any, scripted_lanes: Any, tmp_path: Path
 ) -> None:
     """schemathesis, against the schema that the server itself gives."""
     from kvfold.serving.asking import Limits
@@ -246,6 +267,7 @@ def test_no_request_that_the_schema_allows_or_forbids_breaks_the_server(
             "--checks", "not_a_server_error", "--max-examples", "60", "--seed", "1",
             "--suppress-health-check", "all", "--no-color",
         ],
+        cwd=tmp_path,  # where it leaves what it found
         capture_output=True,
         text=True,
         check=False,

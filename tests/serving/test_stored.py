@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvfold.serving.engine import Engine
+from kvfold.serving.plain_rows import folding_nothing
 from kvfold.serving.request import Request, Sampling
 from kvfold.serving.stored import StoredPrefixes
 from kvfold.store.prefix_store import PrefixStore
@@ -27,7 +28,9 @@ def stored(lane: Any, tmp_path: Path) -> Any:
     def make(kind: str) -> Any:
         made = lane(kind)
         store = PrefixStore(tmp_path, block=8)
-        made.store = StoredPrefixes(store, made.attachment, block=16)
+        plain = made.attachment is None
+        attachment = folding_nothing(made.model) if plain else made.attachment
+        made.store = StoredPrefixes(store, attachment, block=16, plain=plain)
         return made
 
     return make
@@ -41,7 +44,7 @@ def lengths(folder: Path) -> list[int]:
     return sorted(n for n in found if n is not None)
 
 
-@pytest.mark.parametrize("kind", ["ced", "latent", "hybrid-ced"])
+@pytest.mark.parametrize("kind", ["plain", "hybrid", "ced", "latent", "hybrid-ced"])
 def test_a_prompt_is_found_again_after_a_restart(
     kind: str, stored: Any, serving: Any, tmp_path: Path
 ) -> None:

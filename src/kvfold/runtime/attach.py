@@ -239,9 +239,13 @@ class Attachment:
     def rotary_at(self, slots: SlotPlaces | StoredSlots) -> Rotation:
         """The rotation of some slots, remembered for one step."""
         if slots.key not in self._rotations:
-            made = rotary(self.model, self.anatomy.family, slots.positions(), self._like())
-            self._rotations[slots.key] = Rotation.of(*made)
+            self._rotations[slots.key] = self.rotation_of(slots)
         return self._rotations[slots.key]
+
+    def rotation_of(self, slots: SlotPlaces | StoredSlots) -> Rotation:
+        """The same made anew, without a look at the step that is open."""
+        made = rotary(self.model, self.anatomy.family, slots.positions(), self._like())
+        return Rotation.of(*made)
 
     def own_rotation(self, embeddings: tuple[Tensor, Tensor]) -> Rotation:
         """The rotation of the step's own tokens, from what the decoder hands to every layer."""

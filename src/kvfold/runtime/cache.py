@@ -96,8 +96,10 @@ class FoldedCache(Cache):
             if pipeline.depth.code_width:
                 keep, late = code_store_needs(reading)
                 schedule = self.schedules[pipeline.group]
-                keep = keep or (keep_codes and late)
-                self.stores[key] = CodeStore(pipeline, schedule, keep=keep, late=late)
+                spare = keep_codes and late and not keep
+                self.stores[key] = CodeStore(
+                    pipeline, schedule, keep=keep or spare, late=late, spare=spare
+                )
 
     def key_of(self, pipeline: Pipeline) -> StepKey:
         """Which of the open steps is a pipeline's."""
@@ -275,6 +277,11 @@ class FoldedCache(Cache):
             for layer in self.layers
         ]
         return made
+
+    def forget_spare_codes(self) -> None:
+        """Let go of codes that only snapshots would need; none can be made of this cache then."""
+        for store in self.stores.values():
+            store.forget_spare()
 
     def nbytes(self) -> Ledger:
         """Bytes of every storage that the cache holds, by component."""

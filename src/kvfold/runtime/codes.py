@@ -27,13 +27,23 @@ class CodeStore:
     `slots`, in order. late: whether some layer expands a slot only when it becomes visible; codes
     of slots that are not wait in the ring `pending`, slot s at s mod its size. The tokens of an
     unfinished group (and with overlap those of the group before) are in the ring `partial`.
+    spare: whether no reading needs the codes, only those who keep the cache elsewhere.
     """
 
-    def __init__(self, pipeline: Pipeline, schedule: Schedule, *, keep: bool, late: bool) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        *,
+        keep: bool,
+        late: bool,
+        spare: bool = False,
+    ) -> None:
         self.pipeline = pipeline
         self.schedule = schedule
         self.keep = keep
         self.late = late
+        self.spare = spare
         group = schedule.group
         self.partial_size = group - 1 + (group if pipeline.overlap else 0)
         self.slots = CodeSlots(pipeline.depth.code_parts, pipeline.bits)
@@ -111,9 +121,17 @@ class CodeStore:
         self.pending = None if self.pending is None else change(self.pending)
         self.slots.map(change)
 
+    def forget_spare(self) -> None:
+        """Drop the codes, now and from now on, where no reading needs them."""
+        if self.spare:
+            self.keep = self.spare = False
+            self.slots = CodeSlots(self.pipeline.depth.code_parts, self.pipeline.bits)
+
     def copied(self) -> CodeStore:
         """A store with tensors of its own."""
-        made = CodeStore(self.pipeline, self.schedule, keep=self.keep, late=self.late)
+        made = CodeStore(
+            self.pipeline, self.schedule, keep=self.keep, late=self.late, spare=self.spare
+        )
         made.slots = self.slots.copied()
         made.partial = None if self.partial is None else self.partial.clone()
         made.pending = None if self.pending is None else self.pending.clone()

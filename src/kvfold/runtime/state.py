@@ -7,7 +7,7 @@ another, or lie on disk. What a row of n tokens must hold follows from n and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from kvfold.runtime.buffers import rounded
 from kvfold.runtime.codes import CodeStore
 from kvfold.runtime.columns import PAD
 from kvfold.runtime.folded_layer import FoldedLayer
-from kvfold.runtime.layer import StoredSlots
+from kvfold.runtime.remaking import expand, pending_name, refill, slot_names
 from kvfold.runtime.slots import SlotStore
 
 if TYPE_CHECKING:
@@ -33,14 +33,13 @@ class RowState:
     """One row of a cache.
 
     token_ids: (tokens,) int32; -2 (`columns.UNKNOWN`) for tokens that came as embeddings. tensors:
-    by name, each without the row's axis: exact places and slots are (heads, places, width).
-    compact: whether slots are left out that follow from codes; they are made again, equal up to
-    rounding, when the row enters a cache.
+    by name, each without the row's axis: exact places and slots are (heads, places, width). A
+    layer's expanded slots, and codes that wait to become visible, may be left out where the row
+    has all codes (`compacted`); they are made again when the row enters a cache.
     """
 
     token_ids: Tensor
     tensors: Mapping[str, Tensor]
-    compact: bool = False
 
     @property
     def seen_tokens(self) -> int:
@@ -54,7 +53,7 @@ class RowState:
     def copied(self) -> RowState:
         """A state with tensors of its own."""
         tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        return RowState(self.token_ids.clone(), tensors, self.compact)
+        return RowState(self.token_ids.clone(), tensors)
 
 
 @dataclass(frozen=True)
@@ -97,16 +96,12 @@ class _Place:
 class Layout:
     """What rows of a cache of one attachment consist of, and where.
 
-    cache: any of the attachment's, for its structure; it is not changed. compact: of rows without
-    slots that follow from codes.
+    cache: any of the attachment's, for its structure; it is not changed.
     """
 
-    def __init__(
-        self, attachment: Attachment, cache: FoldedCache, *, compact: bool = False
-    ) -> None:
+    def __init__(self, attachment: Attachment, cache: FoldedCache) -> None:
         self.attachment = attachment
         self.cache = cache
-        self.compact = compact
         self.dtype: torch.dtype = attachment.model.dtype
 
     def parts(self, seen: int) -> dict[str, Part]:
@@ -120,6 +115,37 @@ class Layout:
         """The store whose codes a layer's expanded slots can be made of; None if they can't."""
         store = self.cache.stores.get(id(layer.fold.pipeline))
         return store if store is not None and store.keep and not layer.fold.expands_early else None
+
+    def to_rebuild(self, seen: int, found: Container[str]) -> list[FoldedLayer]:
+        """The layers with slots after so many tokens that codes can give and `found` has not."""
+        layers = [self.cache.folded_layer(index) for index in sorted(self.cache.folded)]
+        return [
+            layer
+            for layer in layers
+            if self.follows(layer) is not None
+            and layer.schedule.slots(seen)
+            and not any(name in found for name in slot_names(layer))
+        ]
+
+    def to_refill(self, seen: int, found: Container[str]) -> dict[str, CodeStore]:
+        """The stores that also have their waiting codes among all others, where `found` lacks them.
+
+        By the name that the waiting ones would have.
+        """
+        named = {pending_name(n): store for n, store in enumerate(self.cache.stores.values())}
+        return {
+            name: store
+            for name, store in named.items()
+            if store.spare
+            and store.schedule.pending_size
+            and store.schedule.made(seen)
+            and name not in found
+        }
+
+    def spare(self, seen: int, found: Container[str]) -> list[tuple[str, ...]]:
+        """What a row may be without that `found` has not: names that go together."""
+        layers = [slot_names(layer) for layer in self.to_rebuild(seen, found)]
+        return [*layers, *((name,) for name in self.to_refill(seen, found))]
 
     def unfolded(self) -> list[LayerAnatomy]:
         """The layers that are left to transformers' own cache."""
@@ -142,7 +168,6 @@ class Layout:
         kept = Part((heads, min(seen, exact), head_dim), self.dtype)
         slots = schedule.made(seen) if fold.expands_early else schedule.slots(seen)
         inside = fold.reading == "expanded" and "slot_keys" not in layer.stores
-        inside = inside and not (self.compact and self.follows(layer) is not None)
         for held in ("keys", "values"):
             yield _Place(f"{name}.{held}", layer, held, kept, 0, exact)
             if inside:
@@ -210,7 +235,10 @@ class Layout:
     ) -> None:
         """The same from shapes and dtypes alone, before any tensor is read."""
         parts = self.parts(seen)
-        problems = [f"{name} is missing" for name in parts if name not in found]
+        spare = {name for names in self.spare(seen, found) for name in names}
+        problems = [
+            f"{name} is missing" for name in parts if name not in found and name not in spare
+        ]
         problems += [f"{name} is not expected" for name in found if name not in parts]
         problems += [
             f"{name} is {list(shape)} {dtype} and not {list(parts[name].shape)} {parts[name].dtype}"
@@ -230,20 +258,33 @@ def check_row(
     attachment: Attachment,
     seen: int,
     found: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    *,
-    compact: bool,
 ) -> None:
     """Raise `CacheError` unless a row of so many tokens has tensors like these."""
-    Layout(attachment, attachment.new_cache(), compact=compact).check_parts(seen, found)
+    Layout(attachment, attachment.new_cache()).check_parts(seen, found)
 
 
 def compacted(attachment: Attachment, state: RowState) -> RowState:
-    """The state without the slots that follow from codes; itself if no codes are kept for that."""
-    if state.compact or not attachment.keeps_codes:
-        return state
-    parts = Layout(attachment, attachment.new_cache(), compact=True).parts(state.seen_tokens)
-    tensors = {name: tensor for name, tensor in state.tensors.items() if name in parts}
-    return RowState(state.token_ids, tensors, compact=True)
+    """The state without what its codes give again bit by bit: expanded slots, waiting codes.
+
+    Whether they do is tried, layer by layer: a matrix product of a few rows, as a decode step
+    makes it, may be rounded otherwise than one of many. Where they don't, or no codes are kept
+    (`attach(..., keep_codes=True)`), a layer's slots stay. Touches nothing that a running step
+    uses, so it may be called in another thread.
+    """
+    held = state.tensors
+    spare = Layout(attachment, attachment.new_cache()).spare(state.seen_tokens, ())
+    spare = [names for names in spare if all(name in held for name in names)]
+    short = _without(state, spare)
+    if not spare:
+        return short
+    made = attachment.rows_of(attachment.cache_from([short]), copy=False)[0].tensors
+    same = [n for n in spare if all(torch.equal(made[name], held[name]) for name in n)]
+    return _without(state, same)
+
+
+def _without(state: RowState, groups: Sequence[tuple[str, ...]]) -> RowState:
+    gone = {name for names in groups for name in names}
+    return RowState(state.token_ids, {n: t for n, t in state.tensors.items() if n not in gone})
 
 
 def kept_tokens(layer: LayerAnatomy, seen: int) -> int:
@@ -295,9 +336,8 @@ def _from_unfolded(
 def fill(attachment: Attachment, cache: FoldedCache, states: Sequence[RowState]) -> None:
     """Put rows into an empty cache; see `Attachment.cache_from`."""
     layout = Layout(attachment, cache)
-    short = Layout(attachment, cache, compact=True)
     for state in states:
-        (short if state.compact else layout).check(state)
+        layout.check(state)
     seen = [state.seen_tokens for state in states]
     most = max(seen, default=0)
     if not states:
@@ -334,8 +374,8 @@ def _fill_folded(layout: Layout, states: Sequence[RowState], device: torch.devic
                 buffer = getattr(place.owner, place.attribute)
                 place.view(buffer, row).copy_(state.tensors[place.name])
     for row, state in enumerate(states):
-        if state.compact:
-            _expand(layout, row, state.seen_tokens, device)
+        refill(layout, row, state)
+        expand(layout, row, state, device)
     cache = layout.cache
     stores = [part for store in cache.stores.values() for part in store.slots.stores]
     for index in cache.folded:
@@ -345,23 +385,6 @@ def _fill_folded(layout: Layout, states: Sequence[RowState], device: torch.devic
         stores += layer.stores.values()
     for held in stores:
         held.dtype = layout.dtype
-
-
-@torch.no_grad()
-def _expand(layout: Layout, row: int, seen: int, device: torch.device) -> None:
-    """Make a row's expanded slots of its codes."""
-    for index in layout.cache.folded:
-        layer = layout.cache.folded_layer(index)
-        store, fold, schedule = layout.follows(layer), layer.fold, layer.schedule
-        count = schedule.slots(seen)
-        if store is None or count == 0:
-            continue
-        codes = store.slots.read(slice(0, count))[row : row + 1]
-        places = StoredSlots(schedule, range(count), fold.pipeline.slot_position, device)
-        made = fold.unfold(codes, layout.attachment.rotary_at(places))
-        shown = slice(schedule.exact_size, schedule.exact_size + count)
-        for buffer, slots in zip((layer.keys, layer.values), made, strict=True):
-            buffer[row, :, shown] = slots[0]
 
 
 def _fill_unfolded(

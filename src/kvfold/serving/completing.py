@@ -13,9 +13,9 @@ from kvfold.serving.answers import Form
 from kvfold.serving.asking import Asked, Limits
 from kvfold.serving.engine import Engine
 from kvfold.serving.faults import of_error
-from kvfold.serving.gates import NOTES
+from kvfold.serving.gates import NOTES, REQUEST
 from kvfold.serving.metrics import Metrics
-from kvfold.serving.request import Begun, Ended, Piece
+from kvfold.serving.request import Begun, Ended, Held, Piece
 from kvfold.serving.running import AnswerFailedError, ClientLeftError, Run
 from kvfold.serving.schema import Common
 
@@ -41,7 +41,7 @@ class Completions:
         """Run what is asked for; an error before the first event has a status of its own."""
         notes: dict[str, Any] = http.scope[NOTES]
         notes["model"] = wanted.model
-        run = Run(self.engine, asked, http.is_disconnected)
+        run = Run(self.engine, asked, http.is_disconnected, http.scope[REQUEST])
         if not wanted.stream:
             try:
                 choices = await run.gather()
@@ -101,9 +101,11 @@ class Completions:
             self.metrics.first.labels(model).observe(waited)
 
 
-def _choices(form: Form, index: int, event: Piece | Ended) -> Iterable[dict[str, Any]]:
+def _choices(form: Form, index: int, event: Piece | Held | Ended) -> Iterable[dict[str, Any]]:
     if isinstance(event, Piece):
         return form.piece(index, event)
+    if isinstance(event, Held):
+        return form.held(index, event)
     return form.ending(index, event)
 
 

@@ -94,11 +94,11 @@ class Engine:
         """
         return self.submit_all([(request, sink)])[0]
 
-    def submit_all(self, requests: Sequence[tuple[Request, Sink]]) -> list[Ticket]:
-        """Queue several requests, or none of them; see `submit`."""
+    def submit_all(self, requests: Sequence[tuple[Request, Sink]], label: str = "") -> list[Ticket]:
+        """Queue several requests, or none of them; see `submit`. label: what logs call them."""
         for request, _ in requests:
             self._lane(request).check(request)
-        tickets = [Ticket(request, sink) for request, sink in requests]
+        tickets = [Ticket(request, sink, label) for request, sink in requests]
         with self._changed:
             if not self.is_open:
                 raise EngineClosedError("the engine is shutting down; ask another server")
@@ -125,7 +125,7 @@ class Engine:
     def cancel(self, ticket: Ticket) -> None:
         """Nobody wants the answer any more; no event follows once the present turn has ended."""
         with self._changed:
-            ticket.cancelled = True
+            ticket.cancel()
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
             self._changed.notify_all()
@@ -177,6 +177,7 @@ class Engine:
         self._admit()
         self._read()
         for name, lane in self.lanes.items():
+            lane.drop_done()  # whoever left while a prompt was read need not be stepped
             if lane.choices:
                 self._step(name, lane)
         self._note_states()

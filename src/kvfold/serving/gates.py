@@ -8,9 +8,10 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,9 +23,12 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = ("/", "/health")
 NOTES = "kvfold.notes"
 """Where in a scope the application leaves what is to be logged."""
+REQUEST = "kvfold.request"
+"""Where in a scope the request's own name is."""
+NAME = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+"""What a client may name its request by, in a header `x-request-id`."""
 
 log = logging.getLogger("kvfold.serving.access")
 
@@ -43,15 +47,16 @@ async def send_fault(send: Send, fault: Fault) -> None:
 
 
 class KeyGate:
-    """Lets only those through who know a key; the health check and the page are open."""
+    """Lets only those through who know a key, but for paths that are open to all."""
 
-    def __init__(self, app: App, keys: Sequence[str]) -> None:
+    def __init__(self, app: App, keys: Sequence[str], open_paths: Collection[str]) -> None:
         self.app = app
+        self.open_paths = open_paths
         self.keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI call."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
+        if scope["type"] != "http" or scope["path"] in self.open_paths or self._knows(scope):
             await self.app(scope, receive, send)
         else:
             await send_fault(send, UNAUTHORISED)
@@ -118,9 +123,9 @@ class AccessLog:
             await self.app(scope, receive, send)
             return
         started = time.perf_counter()
-        number = uuid.uuid4().hex
+        number = _name(scope)
         notes: dict[str, Any] = {}
-        scope[NOTES] = notes
+        scope[NOTES], scope[REQUEST] = notes, number
         status = 500
 
         async def noted(message: MutableMapping[str, Any]) -> None:
@@ -150,6 +155,12 @@ class AccessLog:
                 **notes,
             }
             log.info("request", extra={"fields": line})
+
+
+def _name(scope: Scope) -> str:
+    """A request's name: the client's own where it gives one that a log can hold, else a new one."""
+    given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given.decode() if NAME.fullmatch(given) else uuid.uuid4().hex
 
 
 class JsonLines(logging.Formatter):

@@ -11,7 +11,7 @@ from functools import partial
 from kvfold.serving.answers import Gathered, Tally
 from kvfold.serving.asking import Asked
 from kvfold.serving.engine import Engine
-from kvfold.serving.request import Begun, Ended, Event, Failed, Piece, Ticket
+from kvfold.serving.request import Begun, Ended, Event, Failed, Held, Piece, Ticket
 
 LOOK_SECONDS = 0.25
 """How often to look whether the client is still there while nothing comes."""
@@ -32,10 +32,13 @@ class AnswerFailedError(Exception):
 class Run:
     """The requests of one answer, from submission until all choices have ended.
 
-    gone: tells whether the client has left. Use `events` in a `try` whose end calls `stop`.
+    gone: tells whether the client has left. label: what logs call it. Use `events` in a `try`
+    whose end calls `stop`.
     """
 
-    def __init__(self, engine: Engine, asked: Asked, gone: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(
+        self, engine: Engine, asked: Asked, gone: Callable[[], Awaitable[bool]], label: str = ""
+    ) -> None:
         self.engine = engine
         self.gone = gone
         self.tally = Tally(prompt=sum(len(request.tokens) for request in asked.requests))
@@ -48,14 +51,14 @@ class Run:
             first += request.choices
         self.choices = first
         self.open = first
-        self.tickets: list[Ticket] = engine.submit_all(requests)
+        self.tickets: list[Ticket] = engine.submit_all(requests, label)
 
     def _put(self, loop: asyncio.AbstractEventLoop, first: int, event: Event) -> None:
         """Called by the engine. A loop that has been closed waits for nothing."""
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(self.queue.put_nowait, (first, event))
 
-    async def events(self) -> AsyncIterator[tuple[int, Begun | Piece | Ended]]:
+    async def events(self) -> AsyncIterator[tuple[int, Begun | Piece | Held | Ended]]:
         """Events with the number of their choice, of its first choice for `Begun`.
 
         Raises `ClientLeftError` or `AnswerFailedError`.
@@ -70,7 +73,7 @@ class Run:
                 continue
             if isinstance(event, Ended):
                 self.open -= 1
-            elif self.first_piece is None:
+            elif isinstance(event, Piece) and self.first_piece is None:
                 self.first_piece = time.perf_counter()
             yield first + event.choice, event
 

@@ -14,11 +14,12 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 from kvfold.errors import KvfoldError
 from kvfold.runtime.attach import Attachment
-from kvfold.runtime.cache import FoldedCache
 from kvfold.runtime.state import RowState
+from kvfold.serving.plain_rows import cache_of, row_of
 from kvfold.serving.prefix import FoundPrefix
 from kvfold.store.prefix_store import PrefixStore
 
@@ -35,13 +36,23 @@ log = logging.getLogger(__name__)
 class StoredPrefixes:
     """`PrefixCaches` of one attachment over a store; several may share the store.
 
-    block: tokens between the places where a cache may be kept.
+    block: tokens between the places where a cache may be kept. plain: whether caches are
+    transformers' own, and the attachment one that folds nothing (`plain_rows.folding_nothing`).
     """
 
-    def __init__(self, store: PrefixStore, attachment: Attachment, *, block: int = BLOCK) -> None:
+    def __init__(
+        self,
+        store: PrefixStore,
+        attachment: Attachment,
+        *,
+        block: int = BLOCK,
+        plain: bool = False,
+    ) -> None:
         self.store = store
+        self.plain = plain
         self.attachment = attachment
         self.block = block
+        store.identity(attachment)  # reads all weights of the add-on: not in the first request
         self._begun: OrderedDict[bytes, None] = OrderedDict()
         self._waiting: queue.Queue[RowState | None] = queue.Queue(WAITING)
         self._writer = threading.Thread(target=self._write, name="kvfold-store", daemon=True)
@@ -53,17 +64,27 @@ class StoredPrefixes:
             found = self.store.longest(self.attachment, prompt, leave=1)
             if found is None:
                 return None
-            cache = self.attachment.cache_from([found.state])
+            cache = self._cache_of(found.state)
         except (KvfoldError, OSError) as error:
             log.warning("the store was not read: %s", error)
             return None
         return FoundPrefix(cache, found.tokens)
 
-    def put(self, prompt: Sequence[int], length: int, cache: FoldedCache) -> None:
+    def _cache_of(self, state: RowState) -> Any:
+        if self.plain:
+            return cache_of(self.attachment, state)
+        return self.attachment.cache_from([state])
+
+    def _row_of(self, tokens: Sequence[int], cache: Any) -> RowState:
+        if self.plain:
+            return row_of(self.attachment, cache, tokens)
+        return self.attachment.rows_of(cache, [0])[0]
+
+    def put(self, prompt: Sequence[int], length: int, cache: Any) -> None:
         """See `PrefixCaches`."""
         if not self._is_worth_keeping(prompt, length):
             return
-        state = self.attachment.rows_of(cache, [0])[0]
+        state = self._row_of(prompt[:length], cache)
         try:
             self._waiting.put_nowait(state)
         except queue.Full:
@@ -105,6 +126,8 @@ class StoredPrefixes:
                 self.store.keep_state(self.attachment, state)
             except (KvfoldError, OSError) as error:
                 log.warning("a cache of %d tokens was not kept: %s", state.seen_tokens, error)
+            except Exception:  # whatever it is, the next one may do
+                log.exception("a cache of %d tokens was not kept", state.seen_tokens)
 
 
 def _key(tokens: Sequence[int]) -> bytes:

@@ -57,11 +57,6 @@ class Identity:
         )
 
     @property
-    def keeps_codes(self) -> bool:
-        """Whether rows are stored compact (see `RowState`)."""
-        return any(reading.endswith(WITH_CODES) for reading in self.resident.values())
-
-    @property
     def digest(self) -> str:
         """One digest of everything but the model's name."""
         content = self.to_dict()

@@ -94,7 +94,7 @@ class PrefixStore:
         if len(ids) < self.block or int(ids.min()) < 0:
             log.info("not kept: %d tokens, of which a block or some ids are missing", len(ids))
             return None
-        identity = self._identity(attachment)
+        identity = self.identity(attachment)
         name = _Chain(identity, ids, self.block).name(len(ids))
         if any(entry.name == name for entry in self.place.entries()):
             self.place.touch(name)
@@ -119,7 +119,7 @@ class PrefixStore:
         with a warning in the log, and the next shorter one is tried.
         """
         text = np.asarray(ids, dtype="<i4")
-        identity = self._identity(attachment)
+        identity = self.identity(attachment)
         for entry, tokens in self._prefixes(identity, text, len(text) - leave):
             try:
                 state = self._read(entry.name, attachment, identity)
@@ -154,7 +154,8 @@ class PrefixStore:
             raise SnapshotError(f"a stored cache is one row; this one has {len(snapshot.rows)}")
         return snapshot.rows[0]
 
-    def _identity(self, attachment: Attachment) -> Identity:
+    def identity(self, attachment: Attachment) -> Identity:
+        """Of what an attachment makes; worked out once."""
         if attachment not in self._identities:
             self._identities[attachment] = Identity.of(attachment)
         return self._identities[attachment]

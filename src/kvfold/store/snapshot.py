@@ -149,7 +149,7 @@ class Snapshot:
             if attachment is not None:
                 described.identity.check(Identity.of(attachment) if identity is None else identity)
                 for seen, found in zip(described.rows, parts, strict=True):
-                    check_row(attachment, seen, found, compact=described.identity.keeps_codes)
+                    check_row(attachment, seen, found)
             tensors = read_tensors(header, file)
         except (SnapshotError, CacheError) as error:
             raise SnapshotError(f"{source}: {error}") from error
@@ -157,7 +157,7 @@ class Snapshot:
         for row, found in enumerate(parts):
             ids = tensors[f"rows.{row}.{IDS}"]
             own = {name: tensors[f"rows.{row}.{name}"] for name in found}
-            rows.append(RowState(ids, own, compact=described.identity.keeps_codes))
+            rows.append(RowState(ids, own))
         return cls(described.identity, tuple(rows))
 
     def restore(self, attachment: Attachment, rows: Sequence[int] | None = None) -> FoldedCache:
