@@ -1,14 +1,17 @@
 """What distilling wins back: the shipped add-ons, and the preset 8x, on text held back.
 
 Perplexity on WikiText-2's test text, which nothing was fitted to: `smollm2-csa2` and `smollm2-ced`
-in windows of 512 without anchors and window, and with both; `smollm2-pool` in windows of 1,024;
+in windows of 512 without anchors and window, and with both; `smollm2-csa2-w128` and
+`smollm2-ced-w128`, trained with both, likewise; `smollm2-pool` in windows of 1,024;
 `8x`, fitted here in closed form, in windows of 2,048, with LAMBADA's last words and needles in
 2,048 tokens of a book beside it. Closed-form figures of the same rows are those of
 `results/depth`. `tiny-hybrid-card` on documents of the tiny hybrid's own language, with recall of
 facts from prompts of 512 and 1,024 words; its closed form is that of `results/prefill`.
 
-    python benchmarks/distil_table.py --data DATA
+    python benchmarks/distil_table.py --data DATA --addons FOLDER
 
+Add-ons that do not come with kvfold are looked for in FOLDER, each in a folder of its recipe's name
+(`training/recipes`); rows of those that are not there are left out, which is said.
 Leaves `distil.json` and `distil.md` in `results/distil`.
 """
 
@@ -43,6 +46,7 @@ from kvfold.models import DEFAULT_MODEL, load
 from kvfold.presets import preset
 from kvfold.runtime.attach import AddOnLike, attach
 from kvfold.store.addon import AddOn
+from kvfold.store.shipped import shipped
 
 TOKENS = 8192
 """Of test text for rows of 1,024 and more; the rows of 512 have as many as `results/depth`."""
@@ -76,13 +80,21 @@ class Row:
 ROWS = (
     Row("smollm2-csa2", 0, 0, 512, "upper csa2 joint 5 A=0 W=0 folded"),
     Row("smollm2-csa2", 4, 128, 512, "upper csa2 joint 5 A=4 W=128 folded"),
+    Row("smollm2-csa2-w128", 4, 128, 512, "upper csa2 joint 5 A=4 W=128 folded"),
     Row("smollm2-ced", 0, 0, 512, "upper ced A=0 W=0 folded"),
     Row("smollm2-ced", 4, 128, 512, "upper ced A=4 W=128 folded"),
+    Row("smollm2-ced-w128", 4, 128, 512, "upper ced A=4 W=128 folded"),
     Row("smollm2-pool", 4, 32, 1024),
     Row("smollm2-pool", 4, 128, 1024),
     Row(EIGHT, 4, 128, 2048),
     Row(HYBRID, 4, 128, LENGTH, HYBRID_CLOSED),
 )
+
+
+def is_at_hand(name: str, folder: Path | None) -> bool:
+    """Whether an add-on is made here, comes with kvfold, or is in a folder under its name."""
+    own = folder is not None and (folder / name / "addon.json").is_file()
+    return name == EIGHT or name in shipped() or own
 
 
 def addon_of(name: str, chosen: argparse.Namespace) -> AddOn:
@@ -263,6 +275,10 @@ def main() -> None:
     }
     table = Rows(chosen.out / "distil.json", settings)
     missing = [row for row in ROWS if row.name not in table and chosen.only in row.name]
+    for row in missing:
+        if not is_at_hand(row.addon, chosen.addons):
+            print(f"left out: {row.name}; there is no {row.addon} under --addons", flush=True)
+    missing = [row for row in missing if is_at_hand(row.addon, chosen.addons)]
     benches: dict[bool, TextBench | HybridBench] = {}
     for row in missing:
         hybrid = row.addon == HYBRID

@@ -107,7 +107,7 @@ def compare(name: str, recipe: Recipe) -> dict[str, Any]:
     """One line of the table."""
     told = predict(recipe, load_config(recipe.model_name), "cpu", torch.float32)
     (stage,) = told.stages
-    machine = measured_machine(torch.device("cpu"), frozenset(stage.work.operations))
+    machine = measured_machine(torch.device("cpu"), [stage.work])
     before = stage.components[BASE] + stage.components.get(ADDON, 0)
     return {
         "model": recipe.model,

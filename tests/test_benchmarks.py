@@ -46,6 +46,12 @@ def card_table():
 
 
 @pytest.fixture(scope="module")
+def distil_table(card_table):
+    yield _loaded("distil_table")
+    del sys.modules["distil_table"]
+
+
+@pytest.fixture(scope="module")
 def hybrid_shape(tiny_config):
     """The shape of the tiny hybrid: attention in layers 3, 7 and 11 of 12."""
     pattern = ["linear_attention"] * 3 + ["full_attention"]
@@ -200,3 +206,25 @@ def test_tables_are_written_of_what_was_measured(prefill_table, card_table):
     assert (
         text.count("| 5.500 (+10.00%) | 5.500 (+10.00%) | 0.1000 | 0.1000 | 90.0% | 90.0% |") == 4
     )
+
+
+def test_distilled_rows_are_of_recipes_and_their_closed_forms_are_published(distil_table):
+    root = FOLDER.parent
+    published = distil_table.closed_forms(root / "results" / "depth" / "depth.json")
+    published |= distil_table.closed_forms(root / "results" / "prefill" / "card.json")
+    for row in distil_table.ROWS:
+        name = "smollm2-8x" if row.addon == distil_table.EIGHT else row.addon
+        assert (root / "training" / "recipes" / f"{name}.yaml").is_file()
+        assert not row.closed_form or row.closed_form in published
+    names = [row.name for row in distil_table.ROWS]
+    assert len(set(names)) == len(names)
+
+
+def test_an_add_on_that_does_not_come_along_is_taken_from_a_folder(distil_table, tmp_path):
+    (tmp_path / "smollm2-ced-w128").mkdir()
+    assert not distil_table.is_at_hand("smollm2-ced-w128", tmp_path)
+    (tmp_path / "smollm2-ced-w128" / "addon.json").write_text("{}")
+    assert distil_table.is_at_hand("smollm2-ced-w128", tmp_path)
+    assert not distil_table.is_at_hand("smollm2-ced-w128", None)
+    assert distil_table.is_at_hand("smollm2-ced", None)
+    assert distil_table.is_at_hand(distil_table.EIGHT, None)

@@ -14,8 +14,8 @@ from kvfold.errors import MemoryLimitError, MissingExtraError
 from kvfold.fitting.packing import load_documents
 from kvfold.fitting.predict import predict
 from kvfold.fitting.recipe import Recipe
+from kvfold.fitting.recipe_checks import check_recipe
 from kvfold.fitting.sizes import parse_bytes
-from kvfold.fitting.stages import check_recipe
 from kvfold.models import load_config
 
 from .published import PUBLISHED, published_config

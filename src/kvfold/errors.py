@@ -42,6 +42,10 @@ class FitError(KvfoldError, RuntimeError):
     """A fit can't go on: non-finite activations, a checkpoint of another job, or the like."""
 
 
+class DivergedError(FitError):
+    """A training's loss is no longer a number: its weights can't be used, and are not kept."""
+
+
 class AddOnError(KvfoldError, ValueError):
     """An add-on's files are missing, damaged, unsafe, or belong to another model."""
 

@@ -153,7 +153,7 @@ def _from_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
                 "the model was saved to"
             )
         name = str(path)
-    elif path.exists() or not _could_be_hub_id(name):
+    elif path.exists() or not is_hub_id(name):
         raise ModelNotFoundError(
             f"a model is {DEFAULT_MODEL!r}, {TINY_HYBRID!r}, a folder or a hub id (owner/name); "
             f"there is no folder {name}; check the path"
@@ -166,9 +166,27 @@ def _from_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
         raise ModelNotFoundError(f"the model {name} can't be loaded{where}: {reason}") from error
 
 
-def _could_be_hub_id(name: str) -> bool:
-    parts = name.split("/")
-    return len(parts) <= 2 and all(parts) and not name.startswith((".", "~"))
+def is_hub_id(name: str) -> bool:
+    """Whether the hub could have a repository of this name: `owner/name` or `name`.
+
+    Nothing is asked of the hub.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def hub_id_of(name: str | Path) -> str | None:
+    """The hub's id that `load` takes a name for; None for kvfold's own names and for folders."""
+    is_own = any(_is(name, own) for own in (DEFAULT_MODEL, TINY_HYBRID))
+    if is_own or Path(name).expanduser().exists() or not is_hub_id(str(name)):
+        return None
+    return str(name)
 
 
 def _default_gguf() -> Path:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvfold.cli.evaluate_tasks import TASKS
+from kvfold.evaluation import configuration
 from kvfold.evaluation.tasks import registry
 from kvfold.evaluation.tasks.registry import MAKERS
 
@@ -85,6 +86,22 @@ def test_the_same_command_again_keeps_every_answer(evaluate, finished):
     assert done.exit_code == 0, done.output
     assert flat(done).count("none is asked for again") == 4
     assert {n: (folder / n).read_bytes() for n in before} == before
+
+
+def test_all_weights_of_the_model_are_read_once(evaluate, finished, monkeypatch):
+    folder, _ = finished
+    read, real = [], configuration.weights_digest
+
+    def counted(named):
+        read.append([name for name, _ in named])
+        return real(named)
+
+    monkeypatch.setattr(configuration, "weights_digest", counted)
+    before = (folder / "cost.json").read_bytes()
+    done = evaluate("--out", folder, "--lengths", "64,1k", "--speed-lengths", "16")
+    assert done.exit_code == 0, done.output
+    assert (folder / "cost.json").read_bytes() == before
+    assert sum("model.embed_tokens.weight" in names for names in read) == 1
 
 
 def test_a_report_is_made_as_page_markdown_and_tables(kvfold, finished, tmp_path):

@@ -109,6 +109,7 @@ def test_an_interrupted_run_goes_on_and_a_new_one_starts_anew(
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert [e["event"] for e in events if "event" in e] == ["begin", "end", "go on", "end"]
     assert not (tmp_path / "out.work").exists()
+    assert "Going on. Stages kept as they are: closed-form; to be done: gates" in flat(done)
     (tmp_path / "other.work").mkdir()
     (tmp_path / "other.work" / "state.json").write_text("{}")
     refused = fit(path, "--resume", output="other")
@@ -119,6 +120,26 @@ def test_an_interrupted_run_goes_on_and_a_new_one_starts_anew(
     assert "an interrupted run is in" in flat(refused)
     anew = fit(path, "--force", output="other")
     assert anew.exit_code == 0, anew.output
+
+
+def test_what_is_kept_of_a_recipe_that_was_corrected_is_told(
+    fit, recipe_file, tmp_path, monkeypatch
+):
+    from kvfold.fitting.gates import GateTrainer
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GateTrainer, "step", lambda *_: 1 / 0)
+        fit(recipe_file())
+    gates = {"stage": "gates", "steps": 2, "moves": 2, "queries": 16}
+    stages = [{"stage": "closed-form", "tokens": 2048}, gates]
+    done = fit(recipe_file(stages=stages), "--resume")
+    assert done.exit_code == 0, done.output
+    assert (
+        "Stages kept as they are: closed-form; to be done: gates; changed: stage 2, gates: "
+        "steps: 4 -> 2" in flat(done)
+    )
+    report = AddOn.from_pretrained(tmp_path / "out").report
+    assert [stage["report"].get("steps") for stage in report["stages"]] == [None, 2]
 
 
 def test_a_folder_of_somebody_elses_is_not_worked_in(fit, recipe_file, tmp_path):

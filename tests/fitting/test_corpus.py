@@ -219,6 +219,27 @@ def test_a_hub_data_set_without_its_extra_names_the_extra(monkeypatch):
         load_corpus("hub:")
 
 
+@pytest.mark.parametrize(
+    "name", ["../../x", "./x", "/tmp/x", "a/b/c", "a/..", "~/x", "a--b", "x.git", "", "@small"]
+)
+def test_what_is_no_name_of_the_hubs_is_not_looked_for_on_disk(monkeypatch, name):
+    fake = FakeDatasets([{"text": "mine"}])
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    with pytest.raises(CorpusError, match="by its path alone, without hub:"):
+        load_corpus(f"hub:{name}")
+    assert fake.calls == []
+
+
+def test_a_folder_in_the_place_of_a_hub_data_set_is_not_read_for_it(monkeypatch, tmp_path):
+    fake = FakeDatasets([{"text": "mine"}])
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    with pytest.raises(CorpusError, match=r"name it as \./owner/name"):
+        load_corpus("hub:owner/name")
+    assert fake.calls == []
+
+
 def test_a_hub_data_set_that_fails_is_a_corpus_error(monkeypatch):
     class Failing:
         @staticmethod

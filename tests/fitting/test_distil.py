@@ -168,8 +168,10 @@ def test_the_log_has_a_line_for_every_step_and_look(tiny_model: Any) -> None:
 
 def test_rows_without_a_history_are_refused(tiny_model: Any) -> None:
     model = tiny_model("llama")
-    with pytest.raises(CorpusError, match="longer than anchors and window"):
+    with pytest.raises(CorpusError, match="windows of 80 leave none"):
         _run(model, _addon(model, window=80))
+    with pytest.raises(CorpusError, match="windows of 64, 70 leave none"):
+        _run(model, _addon(model), DistilSettings(windows=(8, 64, 70)))
 
 
 def test_an_add_on_without_weights_is_refused(tiny_model: Any) -> None:

@@ -92,6 +92,7 @@ def test_a_short_recipe_has_the_defaults():
         ({"text": [{"sorce": "a"}]}, "unknown key sorce; it knows source, weight, tokens"),
         ({"text": [{"weight": 0}]}, "weight must be above 0"),
         ({"text": [{"source": "self"}]}, "has no end"),
+        ({"text": [{"source": "hub:../../x"}]}, "by its path alone, without hub:"),
         ({"text": [{"tokens": "many"}]}, "tokens: "),
         ({"text": [{"source": "${HOME}/a"}]}, "may begin with ${DATA}/"),
         ({"text": [{"source": "a/${DATA}"}]}, "may begin with ${DATA}/"),

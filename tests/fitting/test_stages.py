@@ -16,25 +16,20 @@ from kvfold.fitting.closed_form import ClosedFormSettings
 from kvfold.fitting.held_out import HeldOut
 from kvfold.fitting.recipe import Recipe
 from kvfold.fitting.stage_table import STAGES, StageKind
-from kvfold.fitting.stages import recipe_text, run_recipe
+from kvfold.fitting.stages import recipe_text
 from kvfold.store.addon import AddOn
 
-PLAN = {
-    "anchors": 2,
-    "window": 6,
-    "depth": [{"method": "latent", "layers": [1, 2, 3, 4], "rank": 64}],
-    "sequence": [{"method": "pool", "layers": [1, 2, 3, 4], "group": 2, "gate": "head"}],
-}
-TIMES = ("seconds", "tokens_per_second", "solve_seconds")
-
-
-class Letters:
-    """A tokenizer of one token a character; end of text is token 2, begin of text token 1."""
-
-    eos_token_id, bos_token_id = 2, 1
-
-    def __call__(self, text, *, verbose, add_special_tokens=True):
-        return {"input_ids": [3 + ord(c) for c in text]}
+from .tiny_recipes import (
+    PLAN,
+    Letters,
+    Stop,
+    made_recipe,
+    run,
+    same_weights,
+    stopping,
+    untimed,
+    write_sums,
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,41 +40,8 @@ def model(tiny_model):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    lines = [json.dumps({"text": f"{n} times {n} is {n * n}, as known."}) for n in range(160)]
-    (folder / "sums.jsonl").write_text("\n".join(lines))
+    write_sums(folder)
     return folder
-
-
-def made_recipe(**keys):
-    whole = {
-        "name": "test",
-        "model": "unused",
-        "plan": PLAN,
-        "text": [{"source": "${DATA}/sums.jsonl"}],
-        "seq": 48,
-        "held_out": 240,
-        "stages": [
-            {"stage": "closed-form", "tokens": 1920},
-            {"stage": "gates", "steps": 8, "moves": 2, "queries": 16},
-        ],
-    }
-    return Recipe.from_dict({**whole, **keys})
-
-
-def run(model, data, work, chosen=None, **options):
-    options = {"data": data, "progress": False, "checkpoint_every": 2, **options}
-    return run_recipe(chosen or made_recipe(), model, Letters(), work, **options)
-
-
-def untimed(report):
-    if isinstance(report, dict):
-        return {key: untimed(value) for key, value in report.items() if key not in TIMES}
-    return [untimed(item) for item in report] if isinstance(report, list) else report
-
-
-def same_weights(one, other):
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -126,23 +88,6 @@ def test_rows_do_not_depend_on_where_the_data_folder_is(model, data, tmp_path, w
     moved = run(model, tmp_path / "data", tmp_path / "work")
     assert moved.report["data"] == whole.report["data"]
     assert same_weights(moved, whole)
-
-
-class Stop(Exception):  # noqa: N818
-    pass
-
-
-def stopping(monkeypatch, owner, name, after):
-    """Let a function be called so many times, then stop the run."""
-    calls = iter(range(10_000))
-    real = getattr(owner, name)
-
-    def counted(*args, **kwargs):
-        if next(calls) >= after:
-            raise Stop
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, counted)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,16 @@ def test_what_is_not_known_is_not_claimed(addon):
     assert "![" not in text
 
 
+@pytest.mark.parametrize("model", ["a/b", "../a", "a/..", "default", "tiny-hybrid", "smollm2-135m"])
+def test_a_folder_is_not_told_as_a_model_of_the_hub(addon, model, tmp_path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    addon.report["recipe"]["model"] = model
+    assert "base_model" not in front(card(addon))
+    addon.report["recipe"]["model"] = "a/c"
+    assert front(card(addon))["base_model"] == "a/c"
+
+
 def test_hostile_text_stays_text(addon):
     addon.report["recipe"].update(name=HOSTILE, model=HOSTILE)
     addon.report["data"]["parts"][0]["source"] = HOSTILE

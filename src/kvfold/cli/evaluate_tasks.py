@@ -170,7 +170,13 @@ def evaluate_tasks(options: SuiteOptions) -> None:
     with _bar(screen) as watcher:
         run_suite(suite, options.out, reuse=options.reuse, watcher=watcher)
         write_cost(
-            options.out, model, candidates, costs, seed=options.seed, on_progress=watcher.measures
+            options.out,
+            model,
+            candidates,
+            costs,
+            seed=options.seed,
+            on_progress=watcher.measures,
+            described_model=suite.described,
         )
     run = read_run(options.out)
     for table in (figures_table(run), *cost_tables(run)):

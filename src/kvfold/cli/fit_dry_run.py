@@ -78,8 +78,9 @@ def _machine(options: DryRunOptions, prediction: Prediction) -> Machine | None:
         return named_machine(options.machine)
     if prediction.place == "cuda" and not torch.cuda.is_available():
         return None
-    dtypes = {dtype for stage in prediction.stages for dtype in stage.work.operations}
-    return measured_machine(torch.device(prediction.place), frozenset(dtypes))
+    return measured_machine(
+        torch.device(prediction.place), [stage.work for stage in prediction.stages]
+    )
 
 
 def _show(prediction: Prediction, machine: Machine | None, recipe: Recipe) -> None:

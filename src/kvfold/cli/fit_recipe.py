@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.cli.fit_output import check_output
 from kvfold.cli.fit_report import (
+    going_on,
     report_table,
     say_where,
     scanned_heads,
@@ -51,8 +52,9 @@ def fit_recipe(options: RecipeOptions) -> None:
     from kvfold.anatomy import anatomy
     from kvfold.describe import describe
     from kvfold.fitting.json_lines import JsonLines
+    from kvfold.fitting.recipe_checks import check_recipe
     from kvfold.fitting.shard_checks import check_sharded
-    from kvfold.fitting.stages import check_recipe, run_recipe
+    from kvfold.fitting.stages import run_recipe
     from kvfold.fitting.trackers import tracking
     from kvfold.fitting.work_folder import check_free, delete
     from kvfold.fitting.workers import Workers
@@ -86,6 +88,8 @@ def fit_recipe(options: RecipeOptions) -> None:
         def log(line: dict[str, Any]) -> None:
             lines.write(line)
             track(line)
+            if line.get("event") == "go on":
+                screen.print(going_on(line), highlight=False, markup=False)
 
         addon = run_recipe(
             recipe, model, tokenizer, work, data=options.data, log=log, workers=workers

@@ -108,6 +108,14 @@ def _figure(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def going_on(line: Mapping[str, Any]) -> str:
+    """What an interrupted run goes on with, of its line in the log: stages kept, and done anew."""
+    done, names = line["stages_done"], line["stages"]
+    kept, left = ", ".join(names[:done]) or "none", ", ".join(names[done:]) or "none"
+    changed = f"; changed: {', '.join(line['changed'])}" if line["changed"] else ""
+    return f"Going on. Stages kept as they are: {kept}; to be done: {left}{changed}"
+
+
 def say_where(
     screen: Console,
     addon: AddOn,

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kvfold import __version__
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.tasks.task import Task
 from kvfold.runtime.attach import AddOnLike
+from kvfold.runtime.weights_digest import weights_digest
 
 FORMAT = 1
 NAMES = ("_name_or_path", "name_or_path", "transformers_version")
@@ -43,7 +43,7 @@ def describe_model(model: Any, tokenizer: Any) -> dict[str, Any]:
     config, generation = model.config.to_dict(), getattr(model, "generation_config", None)
     settings = {} if generation is None else generation.to_dict()
     return {
-        "model": _weights_digest(model.named_parameters(), model.named_buffers()),
+        "model": weights_digest([*model.named_parameters(), *model.named_buffers()]),
         "config": digest(_without_names(config)),
         "generation": digest(_without_names(settings)),
         "attention": str(getattr(model.config, "_attn_implementation", None)),
@@ -65,7 +65,7 @@ def describe_addon(addon: AddOnLike | None) -> dict[str, Any] | None:
     found: dict[str, Any] = {"plan": addon.plan.to_dict()}
     for name, part in zip(("pipelines", "state_projector", "lora"), parts, strict=True):
         if part is not None:
-            found[name] = _weights_digest(part.named_parameters(), part.named_buffers())
+            found[name] = weights_digest([*part.named_parameters(), *part.named_buffers()])
     return found
 
 
@@ -99,17 +99,6 @@ def _without_names(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key not in NAMES}
     plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
     return plain
-
-
-def _weights_digest(*named: Iterator[tuple[str, Tensor]]) -> str:
-    """SHA-256 of tensors by name: their dtypes, shapes and every byte."""
-    found = hashlib.sha256()
-    for tensors in named:
-        for name, tensor in tensors:
-            values = tensor.detach().cpu().contiguous()
-            found.update(f"{name} {values.dtype} {tuple(values.shape)}\n".encode())
-            found.update(values.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def _tokenizer_digest(tokenizer: Any) -> str | None:

@@ -87,12 +87,17 @@ def write_cost(
     *,
     seed: int = 0,
     on_progress: Callable[[str], None] | None = None,
+    described_model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`cost_of` in a run folder's `cost.json`; what is there of the same subjects is kept."""
+    """`cost_of` in a run folder's `cost.json`; what is there of the same subjects is kept.
+
+    described_model: by `describe_model`, where it is known already: it reads all weights.
+    """
     path = folder / COST_FILE
     described = {name: describe_addon(addon) for name, addon in candidates.items()}
     machine = environment()["machine"]
-    asked = [describe_model(model, None), described, asdict(settings), seed, machine]
+    plain = describe_model(model, None) if described_model is None else described_model
+    asked = [{**plain, "tokenizer": None}, described, asdict(settings), seed, machine]
     key = digest(json.loads(json.dumps(asked)))
     if path.exists():
         before = read_json(path)

@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,6 +79,14 @@ class Suite:
         for addon in self.candidates.values():
             addon.check_base(self.model)
 
+    @cached_property
+    def described(self) -> dict[str, Any]:
+        """The plain model as plain data (`describe_model`): all its weights are read for it, once.
+
+        So it must not change while the suite is used.
+        """
+        return describe_model(self.model, self.tokenizer)
+
     @property
     def subjects(self) -> dict[str, AddOnLike | None]:
         """All by name, the plain model first."""
@@ -101,7 +110,7 @@ def run_suite(
     with _alone_in(folder):
         told = watcher or Silent()
         items = {task.name: _items(task) for task in suite.tasks}
-        model = describe_model(suite.model, suite.tokenizer)
+        model = suite.described
         tasks = {task.name: describe_task(task, suite.seed) for task in suite.tasks}
         write_run_file(folder, suite.config, model, tasks, list(suite.subjects), suite.seed)
         (folder / METRICS_FILE).unlink(missing_ok=True)  # of an earlier run, till this one is done

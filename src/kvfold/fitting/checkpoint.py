@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch import Tensor
 from kvfold.errors import FitError
 from kvfold.fitting.workers import ALONE, Workers
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+SECONDS = "seconds_so_far"
+"""The key of a checkpoint that says how long its job has run."""
 
 
 def job_digest(*parts: str, tokens: Tensor) -> str:
@@ -69,7 +72,21 @@ def load_checkpoint(path: Path, job: str) -> dict[str, Any] | None:
     return state
 
 
-@dataclass(frozen=True)
+def seconds_in(path: Path) -> float:
+    """Seconds of work that went into a checkpoint, over all runs; 0 without one that can be read.
+
+    Work that was lost, since it came after the last checkpoint of an interrupted run, is not in it.
+    """
+    if not path.exists():
+        return 0.0
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return float(state[SECONDS])
+    except Exception:  # noqa: BLE001 - what is wrong with it is told where it is loaded
+        return 0.0
+
+
+@dataclass
 class Checkpoint:
     """Where one job keeps how far it is; without a path nothing is kept.
 
@@ -81,6 +98,13 @@ class Checkpoint:
     job: str
     every: int
     workers: Workers = ALONE
+    _earlier: float = field(default=0.0, init=False)
+    _started: float = field(default_factory=time.perf_counter, init=False)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it was made, and those of the runs that it goes on from."""
+        return self._earlier + time.perf_counter() - self._started
 
     def load(self) -> dict[str, Any] | None:
         """What was saved last, None for nothing.
@@ -91,7 +115,9 @@ class Checkpoint:
             return None
         if self.workers.count > 1:
             self.workers.agree("checkpoint", *_file_numbers(self.path))
-        return load_checkpoint(self.path, self.job)
+        saved = load_checkpoint(self.path, self.job)
+        self._earlier = 0.0 if saved is None else float(saved[SECONDS])
+        return saved
 
     def due(self, done: int) -> bool:
         """Whether to save after so many steps."""
@@ -100,7 +126,7 @@ class Checkpoint:
     def save(self, state: dict[str, Any]) -> None:
         """Write atomically, if there is a path and this is the first worker."""
         if self.path is not None and self.workers.first:
-            save_checkpoint(self.path, self.job, state)
+            save_checkpoint(self.path, self.job, {**state, SECONDS: self.seconds})
 
     def remove(self) -> None:
         """Delete the file: the job is done."""

@@ -28,6 +28,7 @@ from kvfold.fitting.decay import set_kept
 from kvfold.fitting.dispersion import DEFAULT_STRENGTH
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gram import exact_dtype
+from kvfold.fitting.inputs import check_text
 from kvfold.fitting.json_lines import Log
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.ridge import DEFAULT_RIDGE
@@ -86,6 +87,7 @@ def closed_form_stage(
     `CorpusError` for too little text, `FitError` for non-finite activations, degenerate features,
     a foreign checkpoint or a lost worker.
     """
+    check_text(model, mixture, held_out)
     rows = sum(len(part.windows) for part in mixture.parts)
     if settings.tokens is not None:
         rows = max(1, min(rows, settings.tokens // mixture.seq))
@@ -131,12 +133,12 @@ class ClosedForm:
         self.shape: Anatomy = anatomy(model)
         self.settings, self.checkpoint = settings, checkpoint
         self.batch = batch or default_batch(tokens)
+        self.streaming = self.solving = 0.0
+        self.windows = 0
 
     def run(self, bar: tuple[Progress, TaskID]) -> dict[str, Any]:
         """All passes; returns `fit`, and `state_projector` where there is one, for the report."""
         device = next(text_decoder(self.model).parameters()).device
-        streaming = solving = 0.0
-        windows = 0
         projector = self.addon.state_projector
         members: list[HasProblems] = list(depth_methods(self.addon.pipelines))
         members += [] if projector is None else [projector]
@@ -160,24 +162,22 @@ class ClosedForm:
             bar[0].update(
                 bar[1], total=len(order) * len(self.tokens), completed=done, rate="", visible=True
             )
+            self._pass(tasks, stage, begin, bar)
             started = time.perf_counter()
-            windows += self._pass(tasks, stage, begin, bar)
-            streamed = time.perf_counter()
             for task in tasks:
                 task.add_up(self.workers)
                 task.solve(self.settings.ridge, self.settings.key_dispersion)
             self._share_weights()
-            streaming += streamed - started
-            solving += time.perf_counter() - streamed
-        seen = windows * self.tokens.shape[1] if windows else 0
+            self.solving += time.perf_counter() - started
+        seen = self.windows * self.tokens.shape[1] if self.windows else 0
         report = {
             "tokens": self.tokens.numel(),
             "passes": len(order),
             "ridge": self.settings.ridge,
             "key_dispersion": self.settings.key_dispersion,
-            "seconds": round(streaming, 3),
-            "tokens_per_second": round(seen / streaming, 1) if seen else None,
-            "solve_seconds": round(solving, 3),
+            "seconds": round(self.streaming, 3),
+            "tokens_per_second": round(seen / self.streaming, 1) if seen else None,
+            "solve_seconds": round(self.solving, 3),
         }
         kept = set_kept(self.model, self.addon.plan, projector, self.tokens)
         self._share_weights()
@@ -192,24 +192,29 @@ class ClosedForm:
             "pipelines": self.addon.pipelines.state_dict(),
             "projector": {} if projector is None else projector.state_dict(),
             "tasks": [task.state_dict() for task in tasks],
+            "spent": [self.streaming, self.solving, self.windows],
         }
 
-    def _pass(self, tasks: list[Task], stage: int, begin: int, bar: tuple[Progress, TaskID]) -> int:
-        """One stage's pass over the text from window `begin`; returns the windows it took.
+    def _pass(
+        self, tasks: list[Task], stage: int, begin: int, bar: tuple[Progress, TaskID]
+    ) -> None:
+        """One stage's pass over the text from window `begin`.
 
         In each round every worker takes in `batch` windows.
         """
         sources = frozenset[Source]().union(*(task.sources for task in tasks))
-        started = time.perf_counter()
+        began = time.perf_counter()
         each = self.batch * self.workers.count
         for count, start in enumerate(range(begin, len(self.tokens), each)):
             if self.checkpoint.due(count):
                 self._save(stage, start, tasks)
+            started = time.perf_counter()
             rows = self.take(tasks, sources, start)
-            done = start + rows - begin
-            rate = done * self.tokens.shape[1] / (time.perf_counter() - started)
+            ended = time.perf_counter()
+            self.streaming += ended - started
+            self.windows += rows
+            rate = (start + rows - begin) * self.tokens.shape[1] / (ended - began)
             bar[0].update(bar[1], advance=rows, rate=f"{rate:,.0f} tokens/s")
-        return len(self.tokens) - begin
 
     def take(self, tasks: list[Task], sources: frozenset[Source], start: int) -> int:
         """Add this worker's share of the round that begins at a window to the sums.
@@ -246,6 +251,8 @@ class ClosedForm:
             self.workers.same_weights(module.state_dict().values())
 
     def _load(self, saved: dict[str, Any]) -> None:
+        self.streaming, self.solving, windows = saved["spent"]
+        self.windows = int(windows)
         self.addon.pipelines.load_state_dict(saved["pipelines"])
         if self.addon.state_projector is not None:
             self.addon.state_projector.load_state_dict(saved["projector"])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvfold.errors import CorpusError, MissingExtraError
 from kvfold.evaluation.encoding import encode
+from kvfold.models import is_hub_id
 
 Part = Literal["train", "held_out", "all"]
 
@@ -312,13 +313,38 @@ def _chat_text(messages: list[Any], where: str, tokenizer: Any) -> str:
         raise CorpusError(f"the chat template can't render {where}: {error}") from None
 
 
-def _read_hub(name: str, tokenizer: Any) -> list[str]:
-    """The rows' texts of a hub data set, streamed until it ends or `HUB_CHARACTERS` are read."""
+class HubSource(NamedTuple):
+    """The parts of `hub:NAME[@CONFIG][:SPLIT[:FIELD]]`, empty where they are not named."""
+
+    repository: str
+    config: str
+    split: str
+    field: str
+
+
+def hub_source(name: str) -> HubSource:
+    """Read the name of a hub data set; raises `CorpusError` for one that the hub can't have."""
     data_set, _, rest = name.removeprefix(HUB_PREFIX).partition(":")
     split, _, field = rest.partition(":")
     repository, _, config = data_set.partition("@")
-    if not repository:
-        raise CorpusError(f"a hub corpus is hub:NAME[@CONFIG][:SPLIT[:FIELD]]; got {name}")
+    if not is_hub_id(repository):
+        raise CorpusError(
+            "a hub corpus is hub:NAME[@CONFIG][:SPLIT[:FIELD]], its NAME a repository of the hub, "
+            f"such as owner/name; got {name}; name a folder or a file by its path alone, without "
+            f"{HUB_PREFIX}"
+        )
+    return HubSource(repository, config, split, field)
+
+
+def _read_hub(name: str, tokenizer: Any) -> list[str]:
+    """The rows' texts of a hub data set, streamed until it ends or `HUB_CHARACTERS` are read."""
+    repository, config, split, field = hub_source(name)
+    if Path(repository).exists():
+        raise CorpusError(
+            f"{name} is a data set of the hub, and {repository} is also a file or folder here, "
+            "which would be read in its place; start kvfold elsewhere, or, if the folder is what "
+            f"you want, name it as ./{repository}"
+        )
     load_dataset = _load_dataset_function()
     parts: list[str] = []
     size = 0

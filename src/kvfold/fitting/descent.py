@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvfold.anatomy import Anatomy
-from kvfold.errors import CorpusError, FitError
+from kvfold.errors import CorpusError, DivergedError, FitError
 from kvfold.fitting.attention_output import (
     LayerAttention,
     attention_sources,
@@ -82,6 +82,14 @@ class Descent:
         warm = min(1.0, (step + 1) / max(1, int(self.steps * WARM_FRACTION)))
         fallen = 0.5 * (1 + math.cos(math.pi * step / max(1, self.steps)))
         return self.learning_rate * warm * fallen
+
+
+def remedy_of(steps: int, learning_rate: float) -> str:
+    """What helps where a loss is no number after so many steps: before any, no learning rate."""
+    wide = "load the model in bfloat16 or float32"
+    if steps == 0:
+        return f"solve for the maps first, by a closed-form stage, or {wide}"
+    return f"take a learning_rate below {learning_rate:g}, or {wide}"
 
 
 def windows_of(plan: Plan, settings: Descent) -> tuple[int, ...]:
@@ -259,8 +267,7 @@ class AttentionDescent:
     def _require_finite(self, losses: dict[int, float]) -> None:
         wrong = [layer for layer, loss in losses.items() if not math.isfinite(loss)]
         if wrong:
-            raise FitError(
-                f"the loss of every layer must be finite; at step {self.done} those of layers "
-                f"{wrong} are not; lower the learning rate, or load the model in bfloat16 or "
-                "float32"
+            raise DivergedError(
+                f"the loss of every layer must be finite; at step {self.done + 1} those of layers "
+                f"{wrong} are not; {remedy_of(self.done, self.settings.learning_rate)}"
             )

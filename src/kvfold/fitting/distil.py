@@ -27,15 +27,18 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.anatomy import anatomy
-from kvfold.errors import CorpusError, FitError
+from kvfold.errors import CorpusError, DivergedError, FitError
 from kvfold.fitting.bar import progress_bar
 from kvfold.fitting.checkpoint import Checkpoint, job_digest
+from kvfold.fitting.descent import remedy_of
 from kvfold.fitting.distil_loss import Distance, distance, distance_and_gradient
 from kvfold.fitting.distil_settings import DistilSettings
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gram import exact_dtype
+from kvfold.fitting.inputs import check_text
 from kvfold.fitting.json_lines import Log
 from kvfold.fitting.mixture import Mixture
+from kvfold.fitting.row_lengths import check_plan_window, check_windows
 from kvfold.fitting.scaled_adam import ScaledAdam
 from kvfold.fitting.seeds import derived_seed
 from kvfold.fitting.shared_steps import (
@@ -88,6 +91,7 @@ def distil(
     """
     settings = settings or DistilSettings()
     addon.check_base(model)
+    check_text(model, mixture, held_out)
     with frozen(model), wide(addon, model):
         run = Distiller(model, addon, mixture, held_out, settings, workers)
         saves = Checkpoint(checkpoint, run.digest, checkpoint_every, workers)
@@ -163,14 +167,13 @@ class Distiller:
         return [regrouped(self.addon.plan, group) for group in self.settings.groups]
 
     def _check_text(self) -> None:
-        shortest = min(self.windows) + self.addon.plan.anchors
-        for name, seq in (("trained", self.mixture.seq), ("held-out", self.held_out.shape[-1])):
-            if self.held_out.ndim != 2 or len(self.held_out) == 0 or seq <= shortest:
-                raise CorpusError(
-                    f"distilling needs {name} rows (windows, seq) that are longer than anchors and "
-                    f"window together, {shortest} tokens, or they have no history; got rows of "
-                    f"{seq} and held-out {tuple(self.held_out.shape)}; give longer rows"
-                )
+        if self.held_out.ndim != 2 or len(self.held_out) == 0:
+            raise CorpusError(
+                "distilling needs held-out rows (windows, seq), at least one; got "
+                f"{tuple(self.held_out.shape)}; the best weights are chosen on them"
+            )
+        check_windows(self.addon.plan, self.windows, self.mixture.seq, "distilling")
+        check_plan_window(self.addon.plan, self.held_out.shape[1])
 
     def _digest(self) -> str:
         weights = hashlib.sha256()
@@ -257,10 +260,9 @@ class Distiller:
             parts.append((len(ids), moved))
         mean = _mean(parts, self.workers)
         if not math.isfinite(mean.loss):
-            raise FitError(
-                f"the loss must be finite; at step {self.done + 1} it is {mean.loss}; lower the "
-                "learning rate, load the model in bfloat16 or float32, or, if no stage has solved "
-                "for the maps yet, begin with closed-form"
+            raise DivergedError(
+                f"the loss must be finite; at step {self.done + 1} it is {mean.loss}; "
+                f"{self._remedy()}"
             )
         average_gradients(self.workers, self.weights)
         return mean
@@ -292,14 +294,17 @@ class Distiller:
             parts.append((len(ids), distance(self.model, hidden, teacher, self.settings.loss)))
         seen = _mean(parts, self.workers)
         if not math.isfinite(seen.kl):
-            raise FitError(
-                f"the held-out KL must be finite; after {self.done} steps it is {seen.kl}; lower "
-                "the learning rate"
+            raise DivergedError(
+                f"the held-out KL must be finite; after {self.done} steps it is {seen.kl}; "
+                f"{self._remedy()}"
             )
         if not self.looks or seen.kl < self.best_kl:
             self.best = [weight.detach().clone() for weight in self.weights]
         self.looks.append((self.done, seen.kl, seen.hidden))
         self._tell(log, {"step": self.done, "held_out_kl": seen.kl, "held_out_hidden": seen.hidden})
+
+    def _remedy(self) -> str:
+        return remedy_of(self.done, self.settings.learning_rate)
 
     @staticmethod
     def _tell(log: Log | None, line: dict[str, Any]) -> None:

@@ -70,13 +70,14 @@ class _DryClosedForm(ClosedForm):
     meter: LiveMemory
     batches: int
 
-    def _pass(self, tasks: list[Task], stage: int, begin: int, bar: tuple[Progress, TaskID]) -> int:
+    def _pass(
+        self, tasks: list[Task], stage: int, begin: int, bar: tuple[Progress, TaskID]
+    ) -> None:
         sources = frozenset[Source]().union(*(task.sources for task in tasks))
         self.take(tasks, sources, 0)
         if self.batches > 1:
             with self.meter.repeated(self.batches - 1):
                 self.take(tasks, sources, 0)
-        return 0
 
 
 def dry_closed_form(

@@ -25,6 +25,7 @@ from kvfold.fitting.dispersion import DEFAULT_STRENGTH
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gates import GateSettings, GateTrainer, drawn_row, trainable
 from kvfold.fitting.gates_stage import run_gates
+from kvfold.fitting.inputs import check_ids, check_mode
 from kvfold.fitting.report import report_fit
 from kvfold.fitting.ridge import DEFAULT_RIDGE
 from kvfold.fitting.wide import wide, wide_dtype
@@ -72,9 +73,9 @@ def fit(
     worker.
     """
     shape = anatomy(model)
+    _check_arguments(tokens, held_out, shape, batch)
     addon = _zero_weights(model, plan, shape)
     settings, gates = ClosedFormSettings(ridge, key_dispersion), gates or GateSettings()
-    _check_arguments(tokens, held_out, shape, batch)
     batch = batch or default_batch(tokens)
     words = f"{ridge!r} {key_dispersion!r} {gates} {batch}"
     path = None if checkpoint is None else Path(checkpoint)
@@ -119,18 +120,12 @@ def _zero_weights(model: Any, plan: Plan, shape: Anatomy) -> AddOn:
 def _check_arguments(
     tokens: Tensor, held_out: Tensor | None, shape: Anatomy, batch: int | None
 ) -> None:
+    check_mode()
     if batch is not None and batch < 1:
         raise FitError(f"batch must be at least 1 window; got {batch}")
-    for name, ids in (("tokens", tokens), ("held_out", held_out)):
-        if (
-            ids is not None
-            and ids.numel()
-            and not 0 <= int(ids.min()) <= int(ids.max()) < (shape.vocab_size)
-        ):
-            raise CorpusError(
-                f"{name} must be ids from 0 to {shape.vocab_size - 1}; got {int(ids.min())} to "
-                f"{int(ids.max())}; use the model's own tokenizer"
-            )
+    check_ids(shape, "tokens", tokens)
+    if held_out is not None:
+        check_ids(shape, "held_out", held_out)
     if held_out is not None and held_out.numel() and held_out.ndim != 2:
         raise CorpusError(
             f"held_out must be token windows of shape (windows, seq); got {tuple(held_out.shape)}"

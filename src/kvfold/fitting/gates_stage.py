@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import Progress, TaskID
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from kvfold.fitting.bar import progress_bar
 from kvfold.fitting.checkpoint import Checkpoint, job_digest
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gates import GateSettings, GateTrainer, train_gates, trainable
+from kvfold.fitting.inputs import check_text
 from kvfold.fitting.json_lines import Log
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.wide import wide
@@ -52,6 +54,7 @@ def train_gates_stage(
     without a history.
     """
     shape = anatomy(model)
+    check_text(model, mixture, held_out)
     require_gates(addon.plan, shape, settings)
     weights = [str(float(weight.double().sum())) for weight in addon.parameters()]
     job = job_digest(
@@ -71,7 +74,9 @@ def train_gates_stage(
 
 def require_gates(plan: Plan, shape: Anatomy, _: GateSettings) -> None:
     """Raise `FitError` unless the plan has gates with weights."""
-    if not trainable(build_pipelines(plan, shape)):
+    with torch.device("meta"):
+        gated = trainable(build_pipelines(plan, shape))
+    if not gated:
         raise FitError(
             "the gates stage is for plans that pool tokens by a trained gate; this plan has none; "
             "leave the stage out, or add a pool entry with a gate other than mean"
@@ -91,9 +96,15 @@ def run_gates(
     row: see `train_gates`; the trainer's workers take rows in turn. checkpoint: what it holds of
     gates is loaded first. beside: what a checkpoint must hold beside the trainer's state.
     """
-    saved = checkpoint.load()
+    saved, earlier = checkpoint.load(), 0.0
     if saved is not None and "gates" in saved:
         trainer.load_state_dict(saved["gates"])
+        earlier = float(saved["gates_seconds"])
+    started = time.perf_counter()
+
+    def seconds() -> float:
+        return earlier + time.perf_counter() - started
+
     workers = trainer.descent.workers
     shown = bar[0].add_task("gates", total=trainer.settings.steps, completed=trainer.done, rate="")
 
@@ -103,11 +114,11 @@ def run_gates(
         if log is not None and workers.first:
             log({"step": trainer.done, "error": error})
         if checkpoint.due(trainer.done):
-            checkpoint.save({**beside(), "gates": trainer.state_dict()})
+            gates = {"gates": trainer.state_dict(), "gates_seconds": seconds()}
+            checkpoint.save({**beside(), **gates})
 
     def own_row(number: int) -> Tensor:
         return row(number * workers.count + workers.rank)
 
-    started = time.perf_counter()
     train_gates(trainer.descent.model, trainer.descent.shape, [trainer], own_row, after_step)
-    return {**trainer.report(), "seconds": round(time.perf_counter() - started, 3)}
+    return {**trainer.report(), "seconds": round(seconds(), 3)}

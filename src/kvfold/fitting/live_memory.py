@@ -25,8 +25,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvfold.fitting.components_of_memory import component_of
 from kvfold.fitting.operations import operations_of
+from kvfold.fitting.signatures import Signature
 
 BASE = "base weights"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one call. operations: as in `Work`, of a dtype by name; moved: bytes where it has none."""
+
+    dtype: str
+    operations: float
+    moved: float
 
 
 @dataclass
@@ -35,12 +45,15 @@ class Work:
 
     operations: multiplications and additions of matrix products, attention and factorisations, by
     the name of their dtype. moved: bytes that all other operations read and write. calls: of any
-    operation.
+    operation. parts: how often each operation of some shapes was called; all but those that draw at
+    random. costs: of one call of each.
     """
 
     operations: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     moved: float = 0.0
     calls: float = 0.0
+    parts: dict[Signature, float] = field(default_factory=lambda: defaultdict(float))
+    costs: dict[Signature, Cost] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -119,10 +132,18 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operations = operations_of(func, args, kwargs, result)
         if operations:
             dtype = next(x.dtype for x in taken if x.is_floating_point())
-            self.work.operations[str(dtype).removeprefix("torch.")] += operations * self.times
+            cost = Cost(str(dtype).removeprefix("torch."), operations, 0.0)
+            self.work.operations[cost.dtype] += operations * self.times
         elif not is_view or func._schema.is_mutable:
             moved = sum(x.numel() * x.element_size() for x in (*taken, *made))
+            cost = Cost("", 0.0, moved)
             self.work.moved += moved * self.times
+        else:
+            return
+        signature = Signature.of(func, args, kwargs)
+        if signature is not None:
+            self.work.parts[signature] += self.times
+            self.work.costs[signature] = cost
 
     def _add(self, tensor: Tensor, component: str | None) -> None:
         if not self.counts(tensor.device):

@@ -1,25 +1,30 @@
 """How fast a machine is: what turns counted work into seconds.
 
-The machine at hand is measured for a few seconds; another is taken from a table of published
-figures and a stated share of them. Time is then
+The machine at hand is measured for a few seconds: the operations that take most are each timed as
+they are, on tensors of their own shapes (`kvfold.fitting.signatures`), and all others go by rates.
+Another machine is taken from a table of published figures and a stated share of them. The time of
+work that goes by rates is
 
-    operations / operations a second  +  bytes moved / bytes a second  +  calls * time of a call
+    operations / operations a second  +  bytes moved / bytes a second
 
-each as `kvfold.fitting.live_memory.Work` counts it. It is an estimate; memory is not.
+each as `kvfold.fitting.live_memory.Work` counts it, and every call takes some time beside it. It is
+an estimate; memory is not.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
-from torch import nn
 
 from kvfold.errors import RecipeError
-from kvfold.fitting.live_memory import Work
+from kvfold.fitting.live_memory import Cost, LiveMemory, Work
+from kvfold.fitting.signatures import Signature
 
 EFFICIENCY = 0.4
 """Share of a GPU's published rates that training in bfloat16 is taken to reach."""
@@ -29,6 +34,26 @@ SIZE = 1024
 """Rows and columns of the matrices that are multiplied to measure."""
 LEAST_SECONDS = 0.4
 """For which a rate is measured."""
+TIMED_SECONDS = 0.03
+"""For which an operation is timed, or once if it takes longer."""
+COVERED = 0.99
+"""Share of the time, by rates, that operations timed as they are take together."""
+MOST_TIMED = 96
+MOST_COPIES = 64
+LARGEST = 2**30
+"""Bytes of an operation's tensors, at most, if it is to be timed as it is."""
+SMALLEST: Mapping[str, Any] = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+"""A model whose time is that of calling its operations."""
+CACHE = 2**26
+"""Bytes that no cache holds: what an operation that only moves memory reads is not in one, most
+often. Products read each value many times, and it matters little to them."""
 MEASURED = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -37,7 +62,8 @@ class Machine:
     """Rates of a machine, and where they come from.
 
     operations: multiplications and additions a second, by dtype. bandwidth: bytes a second. call:
-    seconds of an operation beside its arithmetic.
+    seconds of an operation beside its arithmetic. timed: seconds of operations that were measured
+    as they are, beside that of a call.
     """
 
     name: str
@@ -45,11 +71,23 @@ class Machine:
     bandwidth: float
     call: float
     assumption: str
+    timed: Mapping[Signature, float] = field(default_factory=dict)
 
     def seconds(self, work: Work) -> float:
         """How long some work takes."""
         products = sum(n / self.operations[dtype] for dtype, n in work.operations.items())
-        return products + work.moved / self.bandwidth + work.calls * self.call
+        total = products + work.moved / self.bandwidth + work.calls * self.call
+        for signature, seconds in self.timed.items():
+            if signature in work.parts:
+                by_rates = self.by_rates(work.costs[signature])
+                total += work.parts[signature] * (seconds - by_rates)
+        return total
+
+    def by_rates(self, cost: Cost) -> float:
+        """Seconds of one call by the machine's rates."""
+        if cost.operations:
+            return cost.operations / self.operations[cost.dtype]
+        return cost.moved / self.bandwidth
 
 
 def _gpu(name: str, half: float, single: float, double: float, bandwidth: float) -> Machine:
@@ -98,17 +136,57 @@ def machine_of_rate(operations_per_second: float) -> Machine:
     return Machine("as given", rates, float("inf"), 0.0, said)
 
 
-def measured_machine(device: torch.device, dtypes: frozenset[str]) -> Machine:
-    """The machine at hand, measured for some seconds. dtypes: those that are needed, by name."""
-    rates = {name: _product_rate(device, getattr(torch, name)) for name in sorted(dtypes)}
+def measured_machine(device: torch.device, work: Iterable[Work]) -> Machine:
+    """The machine at hand, measured for some seconds. work: what it is measured for."""
+    work = list(work)
+    dtypes = sorted({dtype for one in work for dtype in one.operations})
+    rates = {name: _product_rate(device, getattr(torch, name)) for name in dtypes}
     said = ", ".join(f"{rate / 1e9:,.0f} G operations a second in {n}" for n, rate in rates.items())
-    return Machine(
-        "this machine",
-        rates,
-        _bandwidth(device),
-        _call_seconds(device),
-        f"measured on this machine ({device}): {said}",
+    costs = {signature: cost for one in work for signature, cost in one.costs.items()}
+    plain = Machine("this machine", rates, _bandwidth(device), _call_seconds(device), "")
+    timed = {
+        signature: max(0.0, seconds - plain.call)
+        for signature in _costliest(plain, work)
+        if (seconds := _timed(device, signature, cold=not costs[signature].operations)) is not None
+    }
+    return replace(
+        plain,
+        timed=timed,
+        assumption=f"measured on this machine ({device}): {len(timed)} operations as they are, "
+        f"and for the others {said}",
     )
+
+
+def _costliest(machine: Machine, work: Iterable[Work]) -> list[Signature]:
+    """The operations that take most of the time by a machine's rates, the longest first."""
+    seconds: dict[Signature, float] = {}
+    for one in work:
+        for signature, count in one.parts.items():
+            own = count * machine.by_rates(one.costs[signature])
+            seconds[signature] = seconds.get(signature, 0.0) + own
+    chosen, taken, total = [], 0.0, sum(seconds.values())
+    for signature in sorted(seconds, key=lambda one: -seconds[one])[:MOST_TIMED]:
+        if taken >= COVERED * total:
+            break
+        taken += seconds[signature]
+        chosen.append(signature)
+    return chosen
+
+
+@torch.no_grad()
+def _timed(device: torch.device, signature: Signature, *, cold: bool) -> float | None:
+    """Seconds of one call; None for what can't be called on tensors that are made up.
+
+    cold: on tensors that are in no cache.
+    """
+    size = signature.nbytes
+    if size > LARGEST:
+        return None
+    copies = min(MOST_COPIES, -(-CACHE // max(1, size))) if cold else 1
+    try:
+        return _seconds(device, signature.call(device, copies), TIMED_SECONDS)
+    except Exception:  # noqa: BLE001 - an operation may refuse made-up values in any way
+        return None
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -118,30 +196,49 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 def _bandwidth(device: torch.device) -> float:
     """Of an addition that makes a new tensor: what most operations are."""
-    one = torch.ones(2**22, device=device)
-    return 3 * one.nbytes / _seconds(device, lambda: one + one)
+    one, other = torch.ones(2**22, device=device), torch.ones(2**22, device=device)
+    return 3 * one.nbytes / _seconds(device, lambda: one + other)
 
 
 @torch.no_grad()
 def _call_seconds(device: torch.device) -> float:
-    """Of small operations as modules call them, some of which are views."""
-    layer = nn.Linear(8, 8).to(device)
-    row = torch.ones(1, 8, device=device)
-    calls = 5
-    return _seconds(device, lambda: layer(row).view(8).mul(2.0)[:4].view(2, 2)) / calls
+    """Of one operation as models call them, views too: of a model in which it computes nothing."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config: Any = LlamaConfig
+
+    with torch.random.fork_rng(devices=[]):
+        model: Any = LlamaForCausalLM(config(**SMALLEST))
+    model = model.eval().to(device)
+    ids = torch.ones(1, 2, dtype=torch.int64, device=device)
+    with LiveMemory() as meter:
+        model(ids, use_cache=False)
+    calls: float = meter.work.calls
+    return _seconds(device, lambda: model(ids, use_cache=False)) / calls
 
 
-def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Of one turn: the least mean of three measurements, after one that is not counted."""
+def _seconds(
+    device: torch.device, work: Callable[[], object], least: float = LEAST_SECONDS
+) -> float:
+    """Of one turn: the least mean of three measurements, after one that is not counted.
+
+    least: seconds that all of it takes. The clock is read after several turns, since reading it
+    means waiting for a GPU.
+    """
     work()
-    means = []
-    for _ in range(3):
-        turns, started = 0, _now(device)
-        while _now(device) - started < LEAST_SECONDS / 3:
-            work()
-            turns += 1
-        means.append((_now(device) - started) / turns)
-    return min(means)
+    turns, spent = 1, _turns(device, work, 1)
+    while spent < least / 3:
+        turns = max(turns + 1, math.ceil(turns * min(10.0, least / 3 / max(spent, 1e-9))))
+        spent = _turns(device, work, turns)
+    again = 0 if spent > least else 2
+    return min([spent, *(_turns(device, work, turns) for _ in range(again))]) / turns
+
+
+def _turns(device: torch.device, work: Callable[[], object], turns: int) -> float:
+    started = _now(device)
+    for _ in range(turns):
+        work()
+    return _now(device) - started
 
 
 def _now(device: torch.device) -> float:

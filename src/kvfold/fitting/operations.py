@@ -70,7 +70,15 @@ def _like(query: Size, shared: Size) -> Size:
     return Size((*query[:2], *shared[2:]))
 
 
+def _product_added(_: Size, left: Size, right: Size, **__: Any) -> int:
+    """`addmm_` and `baddbmm_`, which torch counts only where they make a new tensor."""
+    count, rows, inner = _rows_columns(left)
+    return 2 * count * rows * inner * right[-1]
+
+
 OWN: Mapping[Any, Callable[..., int]] = {
+    aten.addmm_: _product_added,
+    aten.baddbmm_: _product_added,
     aten.linalg_cholesky_ex: _cholesky,
     aten.cholesky_solve: _cholesky_solve,
     aten.linalg_solve_triangular: _triangular_solve,

@@ -37,6 +37,7 @@ from kvfold.fitting.dry_world import Place, dry_world, meta_model
 from kvfold.fitting.live_memory import BASE, LiveMemory, Work
 from kvfold.fitting.machine import Machine
 from kvfold.fitting.recipe import Recipe, StageEntry
+from kvfold.fitting.recipe_checks import check_stages
 from kvfold.fitting.sizes import shown_bytes
 from kvfold.plan import Plan
 from kvfold.store.addon import AddOn
@@ -140,9 +141,7 @@ def predict(recipe: Recipe, config: Any, place: Place, dtype: torch.dtype) -> Pr
     values that it has computed.
     """
     shape = anatomy(config)
-    plan = recipe.plan_for(shape)
-    for entry in recipe.stages:
-        entry.kind.require(plan, shape, entry.settings)
+    plan = check_stages(recipe, shape)
     model = meta_model(config, dtype)
     text = dry_text(recipe)
     stages = tuple(_stage(model, plan, text, entry, place) for entry in recipe.stages)

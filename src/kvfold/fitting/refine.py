@@ -14,7 +14,6 @@ the held-out rows.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +24,14 @@ from rich.progress import Progress
 from torch import Tensor
 
 from kvfold.anatomy import anatomy
-from kvfold.errors import CorpusError, FitError
+from kvfold.errors import CorpusError, DivergedError, FitError
 from kvfold.fitting.attention_output import first_with_history
 from kvfold.fitting.bar import progress_bar
 from kvfold.fitting.checkpoint import Checkpoint, job_digest
-from kvfold.fitting.descent import AttentionDescent, Descent, check_history
+from kvfold.fitting.descent import AttentionDescent, Descent, check_history, remedy_of
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.gram import exact_dtype
+from kvfold.fitting.inputs import check_text
 from kvfold.fitting.json_lines import Log
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.parts import PARTS, Part, check_parts, parameters_of, units
@@ -111,11 +111,11 @@ def refine(
     shared out evenly, a lost worker or a foreign checkpoint.
     """
     addon.check_base(model)
+    check_text(model, mixture, held_out)
     _check_held_out(held_out)
     trained = units(list(addon.pipelines), settings.parts)  # type: ignore[arg-type]
     if not trained or settings.steps == 0:
         return {}
-    started = time.perf_counter()
     require_even(workers, settings.rows, "refining")
     require_even_looks(workers, model, min(len(held_out), LOOK_ROWS))
     shown = progress and workers.first
@@ -128,7 +128,7 @@ def refine(
         finally:
             run.keep_best()
     saves.remove()
-    return {**run.report(), "seconds": round(time.perf_counter() - started, 3)}
+    return {**run.report(), "seconds": round(saves.seconds, 3)}
 
 
 def _check_held_out(held_out: Tensor) -> None:
@@ -161,6 +161,11 @@ class _Unit:
     def looked(self, errors: dict[int, float]) -> None:
         """Take in held-out errors by layer."""
         found = sum(errors.values()) / len(errors)
+        if not self.best and not math.isfinite(found):
+            raise DivergedError(
+                f"the held-out error of layers {sorted(errors)} must be finite before the first "
+                f"step; it comes to {found}; {remedy_of(0, 0.0)}"
+            )
         clear = not self.best or found < (1 - CLEAR) * self.least
         self.since = 0 if clear else self.since + 1
         if not self.errors:

@@ -1,7 +1,8 @@
 """Running a recipe: texts, then one stage after the other, each kept only if it helped.
 
 Held-out KL is measured before and after every stage through a real attachment. A stage that made
-it worse is not kept: the next one goes on from the weights before it. Everything that is needed to
+it worse, or whose loss was no number any more, is not kept: the next one goes on from the weights
+before it. Everything that is needed to
 go on after an interruption is in a work folder: the weights after each stage that is over (as
 add-ons), what was measured of it, the checkpoint of the one that runs, and text that the model
 wrote. A run that went on ends where an unbroken one does.
@@ -18,21 +19,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from kvfold.anatomy import Anatomy, anatomy
-from kvfold.errors import CacheError, EvaluationError, FitError
+from kvfold.anatomy import anatomy
+from kvfold.errors import CacheError, DivergedError, EvaluationError, FitError
 from kvfold.evaluation.recovery import history_recovery
 from kvfold.evaluation.report import write_json
 from kvfold.evaluation.runner import Quality
-from kvfold.fitting.checkpoint import job_digest
+from kvfold.fitting.checkpoint import job_digest, seconds_in
 from kvfold.fitting.frozen import frozen
 from kvfold.fitting.held_out import HeldOut
+from kvfold.fitting.inputs import check_mode, check_text
 from kvfold.fitting.json_lines import Log
 from kvfold.fitting.mixture import Mixture
 from kvfold.fitting.recipe import Recipe, StageEntry
+from kvfold.fitting.recipe_checks import check_recipe
 from kvfold.fitting.report import report_fit
-from kvfold.fitting.seeds import derived_seed
+from kvfold.fitting.run_state import START, RunState, shared_by_stages, stage_keys
 from kvfold.fitting.training_text import TrainingText, build_mixture
 from kvfold.fitting.wide import wide
 from kvfold.fitting.work_folder import STATE_FILE, held
@@ -41,7 +42,6 @@ from kvfold.plan import Plan
 from kvfold.store.addon import AddOn
 
 SELF_TEXT_FILE = "self-text.safetensors"
-START = "start"
 RUN = "run"
 """Where the add-on of a finished stage keeps what its report must say of the stage's run."""
 
@@ -63,41 +63,30 @@ def run_recipe(
 ) -> AddOn:
     """The add-on of a recipe, all its stages run.
 
-    model, tokenizer: the recipe's own, loaded. work: a folder that an interrupted run of the same
-    recipe left, to go on from, or one to be made; it is the caller's to delete. data: what
+    model, tokenizer: the recipe's own, loaded. work: a folder that an interrupted run of the
+    recipe left, to go on from, or one to be made; it is the caller's to delete. Of a recipe whose
+    stages were changed since, those before the first change are kept. data: what
     `${DATA}` stands for. checkpoint_every: steps between a stage's checkpoints. log: called with
     one mapping of plain data for each line of a log; lines since the last checkpoint come again
     after an interruption. workers: those that make this same call; only the first logs. The
     add-on's report says what each stage brought, and holds the recipe.
 
     Raises `RecipeError` for a missing data folder, `FitError` for the work folder of another run,
-    one that another run is using, or a lost worker, and what plans, texts and stages raise.
+    one that another run is using, a lost worker, or stages none of which left anything that can be
+    measured, and what plans, texts and stages raise.
     """
-    shape = anatomy(model)
-    plan = check_recipe(recipe, shape, data)
+    check_mode()
+    plan = check_recipe(recipe, anatomy(model), data)
     with held(work, first=workers.first):
         workers.barrier()
         text = recipe_text(
             recipe, model, tokenizer, work, data=data, progress=progress, workers=workers
         )
         told = log if log is not None and workers.first else (lambda _: None)
-        runner = _Runner(recipe, model, shape, plan, text, work, told, workers)
-        for number, entry in enumerate(recipe.stages):
-            if number >= len(runner.done):
-                runner.run(number, entry, checkpoint_every=checkpoint_every, progress=progress)
+        runner = _Runner(recipe, model, plan, text, work, told, workers)
+        for number in range(len(runner.state.done), len(recipe.stages)):
+            runner.run(number, checkpoint_every=checkpoint_every, progress=progress)
         return runner.result()
-
-
-def check_recipe(recipe: Recipe, shape: Anatomy, data: Path | None = None) -> Plan:
-    """The plan of a recipe for a model; raises, before any work, what `run_recipe` would.
-
-    Texts are looked at only when they are read.
-    """
-    plan = recipe.plan_for(shape)
-    for entry in recipe.stages:
-        entry.kind.require(plan, shape, entry.settings)
-    recipe.text_in(data)
-    return plan
 
 
 def recipe_text(
@@ -142,7 +131,6 @@ class _Runner:
         self,
         recipe: Recipe,
         model: Any,
-        shape: Anatomy,
         plan: Plan,
         text: TrainingText,
         work: Path,
@@ -152,61 +140,80 @@ class _Runner:
         self.recipe, self.model, self.work, self.log = recipe, model, work, log
         self.workers = workers
         self.mixture, self.tokens = text
+        check_text(model, self.mixture, self.tokens)
+        self.keys = stage_keys(recipe)
         self.held_out = HeldOut(model, self.tokens)
-        start = _untrained(model, plan, recipe.seed)
+        start = AddOn.untrained(model, plan)
         self.digest = job_digest(self.mixture.digest(), tokens=self.tokens)
         self.job = job_digest(
-            recipe.to_json(), start.base.to_json(), self.digest, tokens=self.tokens
+            json.dumps(shared_by_stages(recipe), sort_keys=True),
+            start.base.to_json(),
+            self.digest,
+            tokens=self.tokens,
         )
-        self.done: list[dict[str, Any]] = []
-        self.kept = START
-        saved = self._saved()
-        workers.agree("work folder", saved is not None)
-        if saved is None:
-            self.dropped = self.held_out.dropped(start)
-            self.quality = self._measure(START, start)[0]
+        self.state = self._begin(start)
+
+    def _begin(self, start: AddOn) -> RunState:
+        """What an earlier run left, or the measures of the start."""
+        state = self._saved()
+        self.workers.agree("work folder", state is not None)
+        if state is None:
+            dropped = self.held_out.dropped(start)
+            quality = self._measure(START, start)[0]
+            self.state = RunState(self.recipe.to_dict(), dropped, quality)
             self._save_addon(START, start)
             self._save()
-            self.log({"event": "begin", "recipe": recipe.name, **self._figures()})
-        else:
-            self._go_by(saved)
-            self.log({"event": "go on", "recipe": recipe.name, "stages_done": len(self.done)})
+            self.log({"event": "begin", "recipe": self.recipe.name, **self._figures()})
+            return self.state
+        changed = state.go_on_with(self.recipe)
+        self.state = state
+        if changed:
+            self._save()
+        done = len(state.done)
+        told: dict[str, Any] = {"recipe": self.recipe.name, "stages_done": done}
+        told["stages"] = [entry.name for entry in self.recipe.stages]
+        self.log({"event": "go on", **told, "changed": changed})
+        return self.state
 
-    def run(self, number: int, entry: StageEntry, *, checkpoint_every: int, progress: bool) -> None:
+    def run(self, number: int, *, checkpoint_every: int, progress: bool) -> None:
         """One stage: run it, unless an earlier run has, measure it, and keep it if it helped."""
-        name = f"{number + 1}-{entry.name}"
-        checkpoint = self.work / f"{name}.checkpoint"
-        has_run = (self.work / name).exists()
+        entry, key = self.recipe.stages[number], self.keys[number]
+        checkpoint = self.work / f"{key}.checkpoint"
+        has_run = (self.work / key).exists()
         self.workers.agree("work folder", has_run, number)
         if not has_run:
-            tried = self._load(self.kept)
-            started = time.perf_counter()
-            report = entry.kind.run(
-                self.model,
-                tried,
-                self.mixture,
-                self.tokens,
-                entry.settings,
-                checkpoint=checkpoint,
-                checkpoint_every=checkpoint_every,
-                log=lambda line: self.log({"stage": entry.name, "number": number + 1, **line}),
-                progress=progress,
-                workers=self.workers,
-            )
-            seconds = round(time.perf_counter() - started, 3)
-            tried.report = {RUN: {"seconds": seconds, "report": report}}
-            self._save_addon(name, tried)
+            tried, problem = self._load(self.state.kept), None
+            earlier, started = seconds_in(checkpoint), time.perf_counter()
+            try:
+                report = entry.kind.run(
+                    self.model,
+                    tried,
+                    self.mixture,
+                    self.tokens,
+                    entry.settings,
+                    checkpoint=checkpoint,
+                    checkpoint_every=checkpoint_every,
+                    log=lambda line: self.log({"stage": entry.name, "number": number + 1, **line}),
+                    progress=progress,
+                    workers=self.workers,
+                )
+            except DivergedError as error:  # of all workers at once: they share the loss
+                tried, report, problem = self._load(self.state.kept), {}, str(error)
+            seconds = round(earlier + time.perf_counter() - started, 3)
+            tried.report = {RUN: {"seconds": seconds, "report": report, "problem": problem}}
+            self._save_addon(key, tried)
         if self.workers.first:
             checkpoint.unlink(missing_ok=True)
-        self._judge(name, entry, self._load(name))
+        self._judge(key, entry, self._load(key))
 
-    def _judge(self, name: str, entry: StageEntry, tried: AddOn) -> None:
-        before = self.quality
-        after, problem = self._measure(name, tried)
+    def _judge(self, key: str, entry: StageEntry, tried: AddOn) -> None:
+        before, run = self.state.quality, tried.report[RUN]
+        after, problem = None, run["problem"]
+        if problem is None:
+            after, problem = self._measure(key, tried)
         kept = after is not None and (before is None or after.kl < before.kl)
         same = after is not None and before is not None and after.kl == before.kl
         reason = "it brought nothing" if same else "held-out KL got worse"
-        run = tried.report[RUN]
         made = {
             "name": entry.name,
             "settings": {k: v for k, v in entry.to_dict().items() if k != "stage"},
@@ -218,22 +225,27 @@ class _Runner:
             "why": None if kept else problem or reason,
             "report": run["report"],
         }
-        self.done.append(made)
-        if kept:
-            self.kept, self.quality = name, after
+        self.state.add(key, made, after)
         self._save()
         self.log({"event": "end", **{k: v for k, v in made.items() if k != "report"}})
 
     def result(self) -> AddOn:
         """The add-on as kept, with its report."""
-        addon = self._load(self.kept)
+        state = self.state
+        if state.quality is None:
+            told = "; ".join(f"{made['name']}: {made['why']}" for made in state.done)
+            raise FitError(
+                "an add-on must have predictions that can be measured, and no stage left such "
+                f"weights ({told}); change the stages and go on with --resume"
+            )
+        addon = self._load(state.kept)
         rows = max(1, REPORT_TOKENS // self.tokens.shape[1])
         with wide(addon, self.model), frozen(self.model):
             layers = report_fit(self.model, addon.plan, addon.pipelines, self.tokens[:rows])
         parts = zip(self.recipe.text, self.mixture.parts, strict=True)
         addon.report = {
             **layers,
-            "stages": self.done,
+            "stages": state.done,
             "held_out": self._figures(),
             "data": {
                 "parts": [
@@ -250,15 +262,16 @@ class _Runner:
 
     def _figures(self) -> dict[str, Any]:
         """Qualities of the plain model, without the history, and of the weights kept."""
+        quality, dropped, base = self.state.quality, self.state.dropped, self.held_out.base
+        recovery = None
+        if quality is not None:
+            recovery = history_recovery(dropped.loss, quality.loss, base.loss)
         return {
-            "base": asdict(self.held_out.base),
-            "dropped": asdict(self.dropped),
-            "folded": None if self.quality is None else asdict(self.quality),
-            "recovery": None if self.quality is None else self._recovery(self.quality),
+            "base": asdict(base),
+            "dropped": asdict(dropped),
+            "folded": None if quality is None else asdict(quality),
+            "recovery": recovery,
         }
-
-    def _recovery(self, folded: Quality) -> float | None:
-        return history_recovery(self.dropped.loss, folded.loss, self.held_out.base.loss)
 
     def _measure(self, name: str, addon: AddOn) -> tuple[Quality | None, str | None]:
         """Quality, or why there is none."""
@@ -278,55 +291,15 @@ class _Runner:
             addon.save_pretrained(self.work / name)
         self.workers.barrier()
 
-    def _go_by(self, saved: dict[str, Any]) -> None:
-        self.done, self.kept = saved["done"], saved["kept"]
-        self.dropped = Quality(**saved["dropped"])
-        self.quality = None if saved["quality"] is None else Quality(**saved["quality"])
-
-    def _saved(self) -> dict[str, Any] | None:
-        """What an earlier run of the same recipe left."""
-        path = self.work / STATE_FILE
-        if not path.exists():
-            return None
-        remedy = f"name another folder, or delete {self.work} to start anew"
-        try:
-            saved = json.loads(path.read_bytes())
-            job = saved["job"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise FitError(
-                f"{path} must be what kvfold wrote of a run; it can't be read "
-                f"({type(error).__name__}); {remedy}"
-            ) from error
-        if job != self.job:
-            raise FitError(
-                f"the work folder {self.work} must be of this run; it was made with another "
-                f"recipe, model or text; {remedy}"
-            )
-        state: dict[str, Any] = saved
-        return state
+    def _saved(self) -> RunState | None:
+        return RunState.read(self.work, self.job, self.recipe)
 
     def _save(self) -> None:
         """Write where the first worker is; the others then go by that."""
         if self.workers.first:
-            write_json(
-                self.work / STATE_FILE,
-                {
-                    "job": self.job,
-                    "done": self.done,
-                    "kept": self.kept,
-                    "dropped": asdict(self.dropped),
-                    "quality": None if self.quality is None else asdict(self.quality),
-                },
-            )
+            write_json(self.work / STATE_FILE, self.state.to_dict(self.job))
         self.workers.barrier()
         if not self.workers.first:
             saved = self._saved()
             assert saved is not None
-            self._go_by(saved)
-
-
-def _untrained(model: Any, plan: Plan, seed: int) -> AddOn:
-    """The plan's methods before any stage; what starts at random does so by the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derived_seed(seed, "weights"))
-        return AddOn.untrained(model, plan)
+            self.state = saved

@@ -30,6 +30,7 @@ from kvfold.fitting.gates import (
     trainable,
 )
 from kvfold.fitting.gram import exact_dtype
+from kvfold.fitting.inputs import check_ids, check_mode
 from kvfold.fitting.ridge import DEFAULT_RIDGE
 from kvfold.fitting.tasks import ComponentsTask, HasProblems, Task, stages, tasks_of_stage
 from kvfold.methods import Source, build_lora, build_pipelines, build_state_projector, depth_methods
@@ -57,8 +58,10 @@ def fit_together(
     tokens: (windows, seq) ids without padding. Raises what `fit` raises; there are no checkpoints
     and no held-out report.
     """
+    check_mode()
     check_windows(tokens)
     shape = anatomy(model)
+    check_ids(shape, "tokens", tokens)
     first = next(text_decoder(model).parameters())
     wide = torch.float64 if first.dtype == torch.float64 else torch.float32
     pipelines = {

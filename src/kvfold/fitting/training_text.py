@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import CorpusError
-from kvfold.fitting.corpus import DEFAULT_CORPUS, HUB_PREFIX, check_window
+from kvfold.fitting.corpus import DEFAULT_CORPUS, HUB_PREFIX, check_window, hub_source
 from kvfold.fitting.mixture import Mixture, MixturePart, apportion
 from kvfold.fitting.packing import Documents, load_documents, packed_windows, texts_of, without
 from kvfold.fitting.self_text import self_generated
@@ -31,7 +31,8 @@ class TextPart:
     source: None for the default corpus, a path, `hub:NAME` (see `kvfold.fitting.corpus`), or
     `self` for what the model itself writes. weight: its share of the rows beside the other parts'.
     tokens: to train on, at most; all there are if None, which `self` can't have. Raises
-    `CorpusError` for a weight that is not above 0 and finite, or for no tokens.
+    `CorpusError` for a weight that is not above 0 and finite, for no tokens, or for a NAME that is
+    none of the hub's.
     """
 
     source: str | Path | None = None
@@ -44,6 +45,8 @@ class TextPart:
                 f"a text's weight must be above 0 and finite; {self.name} has {self.weight}; leave "
                 "it out if it is to give nothing"
             )
+        if self.name.startswith(HUB_PREFIX):
+            hub_source(self.name)
         if self.tokens is not None and self.tokens < 1:
             raise CorpusError(f"a text's tokens must be at least 1; {self.name} has {self.tokens}")
         if self.is_self and self.tokens is None:

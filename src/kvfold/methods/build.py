@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -20,7 +21,19 @@ from kvfold.methods.pool import PoolGate
 from kvfold.methods.state_projector import StateProjector
 from kvfold.plan import Ced, Csa2, Drop, Identity, Latent, Plan, Pool, Turboquant
 
+SEED = 0
+"""Of what modules draw as they are made, before they are set to zero or trained."""
 
+
+@contextmanager
+def _own_draws() -> Iterator[None]:
+    """Draws of new modules come from a seed of their own; the caller's random state stays."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(SEED)
+        yield
+
+
+@_own_draws()
 def build_pipelines(plan: Plan, anatomy: Anatomy) -> nn.ModuleList:
     """The plan's pipelines with zero weights, each a `Pipeline`: those of the depth axis in the
     plan's order, then one for each layer that only another axis names.
@@ -51,6 +64,7 @@ def rebuilt_pipelines(plan: Plan, anatomy: Anatomy, fitted: Iterable[nn.Module])
     return wanted
 
 
+@_own_draws()
 def build_state_projector(plan: Plan, anatomy: Anatomy) -> StateProjector | None:
     """The plan's state projector with zero weights, None if the plan has none.
 

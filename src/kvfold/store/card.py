@@ -21,13 +21,13 @@ import yaml
 
 from kvfold.budget import history_bytes, plain_history_bytes
 from kvfold.describe import describe
+from kvfold.models import DEFAULT_MODEL, hub_id_of
 from kvfold.store.addon import AddOn
 
 CARD_FILE = "README.md"
 PLOT_FILE = "kvfold-quality.png"
 MARKER = "<!-- written by kvfold: a new fit replaces this file -->"
 SPECIAL = re.compile(r"([\\`*_\[\]#|~$])")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 FINGERPRINT_DIGITS = 12
 
 USE = """\
@@ -139,16 +139,15 @@ def fenced(text: str, language: str) -> str:
 
 def _load_name(model: str) -> str:
     """What `kvfold.load` calls the recipe's model."""
-    from kvfold.models import DEFAULT_MODEL
-
     return DEFAULT_MODEL if model == "default" else model
 
 
 def _front_matter(base: str, licence: str | None) -> str:
-    """What the hub reads: the base only where it is one of its own names."""
+    """What the hub reads: the base only where it came from there, not from a folder."""
     data: dict[str, Any] = {"library_name": "kvfold", "tags": ["kvfold", "kv-cache"]}
-    if HUB_ID.fullmatch(base):
-        data["base_model"] = base
+    hub_id = hub_id_of(_load_name(base))
+    if hub_id is not None:
+        data["base_model"] = hub_id
     if licence is not None:
         data["license"] = licence
     return f"---\n{yaml.safe_dump(data, sort_keys=False)}---"

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvfold.errors import SnapshotError
 from kvfold.runtime.attach import Attachment
+from kvfold.runtime.weights_digest import weights_digest
 from kvfold.store.fingerprint import Fingerprint
 
 WITH_CODES = " with codes"
@@ -123,15 +123,11 @@ def _digest(content: bytes) -> str:
 
 def _addon_digest(attachment: Attachment) -> str:
     """Of every weight that has a part in what is stored, by name, dtype and shape."""
-    made = hashlib.sha256()
-    for name, tensor in _weights(attachment):
-        plain = tensor.detach().cpu().contiguous()
-        made.update(f"{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
-        made.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     projector = attachment.addon.state_projector
+    decay = []
     if projector is not None:
-        made.update(repr((projector.measured_replay, sorted(projector.kept.items()))).encode())
-    return made.hexdigest()
+        decay = [repr((projector.measured_replay, sorted(projector.kept.items())))]
+    return weights_digest(_weights(attachment), *decay)
 
 
 def _weights(attachment: Attachment) -> Iterator[tuple[str, Tensor]]:
