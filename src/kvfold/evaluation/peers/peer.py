@@ -26,18 +26,29 @@ from kvfold.runtime.attach import AddOnLike
 from kvfold.runtime.ledger import plain_bytes
 
 NOTES = (
-    "A peer reads a context exactly and compresses its cache once, before it knows the question "
-     "(its last token, where there is none). kvfold's folded prompts feel the folding already "
-     "while they are read; a plan with prefill_attention: exact compares with peers more closely.",
-    "What peers keep of a prompt is that of the whole prompt, its question included. What they "
-     "generate they never compress, while kvfold goes on folding: after long answers they have "
-     "more bytes than the table says.",
-    "KVzip as kvpress has it hides keys and values from attention and frees none: its bytes in "
-     "memory are the plain cache's, those stored are what it would need.",
-    "Contexts too short for a method are left whole: SnapKV looks through the last 64 tokens, and "
-     "drops nothing below 65.",
-    "The quantised cache of transformers packs all of a prompt, whose own tokens saw exact keys "
-     "and values, and keeps up to 128 newer ones as they are.",
+    (
+        "A peer reads a context exactly and compresses its cache once, before it knows the "
+        "question (its last token, where there is none). kvfold's folded prompts feel the folding "
+        "already while they are read; a plan with prefill_attention: exact compares with peers "
+        "more closely."
+    ),
+    (
+        "What peers keep of a prompt is that of the whole prompt, its question included. What "
+        "they generate they never compress, while kvfold goes on folding: after long answers they "
+        "have more bytes than the table says."
+    ),
+    (
+        "KVzip as kvpress has it hides keys and values from attention and frees none: its bytes "
+        "in memory are the plain cache's, those stored are what it would need."
+    ),
+    (
+        "Contexts too short for a method are left whole: SnapKV looks through the last 64 tokens, "
+        "and drops nothing below 65."
+    ),
+    (
+        "The quantised cache of transformers packs all of a prompt, whose own tokens saw exact "
+        "keys and values, and keeps up to 128 newer ones as they are."
+    ),
     "Peers run row by row on other releases of the libraries, and are not timed.",
 )
 CHECK_TOKENS = 24

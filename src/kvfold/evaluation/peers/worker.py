@@ -73,14 +73,7 @@ class Worker:
         only_layers: int | None,
     ) -> None:
         self.method, self.bits = method, bits
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            trust_remote_code=False,
-            local_files_only=Path(source).is_dir(),
-        )
-        self.model.to(device).eval().requires_grad_(False)
+        self.model = load(source, dtype).to(device).eval().requires_grad_(False)
         self._check_layers()
         self.times = 1.0
         if only_layers is not None:
@@ -139,7 +132,7 @@ class Worker:
         """Second caches of the same content."""
         first = self.made
         for number in caches:
-            self.rows[self.made] = copy.deepcopy(self.rows[number])
+            self.rows[self.made] = copied(self.rows[number])
             self.made += 1
         return {"caches": list(range(first, self.made))}, {}
 
@@ -256,6 +249,17 @@ class Worker:
         self.model.config.name_or_path = self.folder.name
 
 
+def load(source: str, dtype: torch.dtype) -> Any:
+    """The model of a folder or hub id; code that comes with it is never run."""
+    return AutoModelForCausalLM.from_pretrained(
+        source,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        trust_remote_code=False,
+        local_files_only=Path(source).is_dir(),
+    )
+
+
 def cache_bytes(cache: Any) -> int:
     """Bytes of the storages of all layers' tensors, each counted once."""
     storages: dict[int, int] = {}
@@ -265,6 +269,13 @@ def cache_bytes(cache: Any) -> int:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def copied(row: Row) -> Row:
+    """The same row again. Quantised tensors can't be copied; nothing ever changes them in place."""
+    values = (value for layer in row.cache.layers for value in vars(layer).values())
+    shared = {id(value): value for value in values if hasattr(value, "__tensor_flatten__")}
+    return copy.deepcopy(row, shared)
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:
