@@ -91,7 +91,7 @@ class PeerModel:
         """Fills in, as prompts are read, the last `count` positions of all calls together.
 
         By layer, the output of its attention, (batch, count, hidden) on the CPU; and the final
-        hidden states, under `HIDDEN`. Contexts have none.
+        hidden states, under `HIDDEN`, where logits were asked for. Contexts have none.
         """
         self._columns = _Columns(count, {})
         try:

@@ -86,7 +86,11 @@ class Peer:
         dtype = self.spec.dtype or str(plain.dtype).removeprefix("torch.")
         with self._worker(dtype, plain.device.type) as worker:
             if self.spec.dtype is None:
-                say(self._checked(plain, worker))
+                release = self.environment.versions.get("transformers")
+                say(
+                    f"{self.spec.name}: logits of transformers {release} differ from ours by at "
+                    f"most {logits_apart(plain, worker):.1e} of the largest, uncompressed"
+                )
             yield PeerModel(plain, worker, self.budget)
 
     def memory(self, lengths: Sequence[int], seed: int) -> tuple[Memory, ...]:
@@ -132,30 +136,30 @@ class Peer:
             timeout_seconds=self.timeout_seconds,
         )
 
-    def _checked(self, plain: Any, worker: WorkerProcess) -> str:
-        """How far the worker's logits are from ours where nothing is compressed, in words."""
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.budget.shape.vocab_size, (1, CHECK_TOKENS), generator=generator)
-        _, tensors = worker.ask(
-            "read", rows=ids.tolist(), questions=[CHECK_TOKENS], kept=[None], keep="all", columns=0
+
+def logits_apart(plain: Any, worker: WorkerProcess) -> float:
+    """How far an uncompressed worker's logits are from a model's here, as a share of the largest.
+
+    Raises `PeerError` where they are further apart than rounding explains: another model.
+    """
+    vocabulary = plain.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (1, CHECK_TOKENS), generator=generator)
+    _, tensors = worker.ask(
+        "read", rows=ids.tolist(), questions=[CHECK_TOKENS], kept=[None], keep="all", columns=0
+    )
+    with torch.no_grad():
+        ours = plain(input_ids=ids.to(plain.device), use_cache=False).logits.float().cpu()
+    theirs = tensors["logits"]
+    same = ours.shape == theirs.shape
+    apart = float((ours - theirs).abs().max() / ours.abs().max()) if same else float("inf")
+    if not apart <= TOLERANCE.get(plain.dtype, LOW_PRECISION_TOLERANCE):
+        raise PeerError(
+            f"{worker.name} must run the model that is measured; its worker loaded one that gives "
+            f"other logits (apart by {apart:.2g} of the largest); name the folder that the model "
+            "was loaded from"
         )
-        with torch.no_grad():
-            ours = plain(input_ids=ids.to(plain.device), use_cache=False).logits.float().cpu()
-        theirs = tensors["logits"]
-        scale = float(ours.abs().max())
-        same = ours.shape == theirs.shape
-        apart = float((ours - theirs).abs().max()) / scale if same else float("inf")
-        if not apart <= TOLERANCE.get(plain.dtype, LOW_PRECISION_TOLERANCE):
-            raise PeerError(
-                f"{self.spec.name} must run the model that is measured; the model in "
-                f"{self.source} gives other logits there (apart by {apart:.2g} of the largest); "
-                "name the folder that the model was loaded from"
-            )
-        release = self.environment.versions.get("transformers")
-        return (
-            f"{self.spec.name}: logits of transformers {release} differ from ours by at most "
-            f"{apart:.1e} of the largest, uncompressed"
-        )
+    return apart
 
 
 def make_peers(

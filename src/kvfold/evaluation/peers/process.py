@@ -112,7 +112,7 @@ class WorkerProcess:
         held = self.process.stdout.read(size)
         if len(held) < size:
             raise self._died()
-        return torch.frombuffer(bytearray(held), dtype=torch.float32).view(*shape)
+        return torch.frombuffer(bytearray(held), dtype=torch.float32).view(tuple(shape))
 
     def _take_too_long(self) -> None:
         self.timed_out = True
