@@ -147,42 +147,41 @@ def run_suite(
             _answer_all(suite, name, items, pairs, elsewhere, told)
             for task_name, pair in pairs.items():
                 answers[task_name][name] = pair.read()
-        data = figures_data(suite.tasks, tasks, answers, suite.seed, subjects, unanswered)
+        data = figures_data(suite, tasks, answers)
         write_json(folder / METRICS_FILE, data)
         return data
 
 
 def figures_data(
-    tasks: Sequence[Task],
+    suite: Suite,
     described: Mapping[str, Mapping[str, Any]],
     answers: Mapping[str, Mapping[str, Sequence[Answer]]],
-    seed: int,
-    subjects: Sequence[str],
-    unanswered: Mapping[str, Mapping[str, str]],
 ) -> dict[str, Any]:
     """All figures as plain data for JSON, made of answers by task and subject.
 
-    unanswered: by subject and task, why there are none.
+    described: tasks by name.
     """
-    results: dict[str, dict[str, Any]] = {name: {} for name in subjects}
-    for task in tasks:
-        for name, figures in task_figures(task, answers[task.name], seed=seed).items():
+    results: dict[str, dict[str, Any]] = {name: {} for name in suite.subjects}
+    for task in suite.tasks:
+        for name, figures in task_figures(task, answers[task.name], seed=suite.seed).items():
             results[name][task.name] = {key: value.to_dict() for key, value in figures.items()}
-    return {
+    data = {
         "format": FORMAT,
-        "seed": seed,
+        "seed": suite.seed,
         "plain": PLAIN,
-        "subjects": list(subjects),
+        "subjects": suite.subjects,
         "tasks": {
             task.name: {
                 "items": len(answers[task.name][PLAIN]),
                 "settings": described[task.name]["settings"],
             }
-            for task in tasks
+            for task in suite.tasks
         },
         "results": results,
-        **({"unanswered": {n: dict(why) for n, why in unanswered.items()}} if unanswered else {}),
     }
+    if suite.peers:
+        data |= {"peers": list(suite.peers), "unanswered": suite.unanswered()}
+    return data
 
 
 def _answer_all(

@@ -44,7 +44,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(tiny, byte_tokenizer, peer_of, data, tmp_path_factory):
-    """A run of four tasks with the plain peer, its cost, and what was said."""
+    """A run of four tasks with the plain peer, and what was said."""
     folder, told = tmp_path_factory.mktemp("runs") / "run", Told()
 
     def settings(*lengths):
@@ -58,7 +58,6 @@ def finished(tiny, byte_tokenizer, peer_of, data, tmp_path_factory):
     ]
     peers = {"plain": peer_of("plain")}
     made = run_suite(Suite(tiny, byte_tokenizer, {}, tasks, peers=peers), folder, watcher=told)
-    write_cost(folder, tiny, {}, CostSettings((32, 64), ()), peers=peers)
     return folder, made, told.lines
 
 
@@ -87,7 +86,9 @@ def test_what_a_peer_is_not_asked_is_told_with_the_reason(finished):
     assert ("turns", "recalled") in run.headlines()
 
 
-def test_a_peer_has_bytes_as_measured_and_no_times(finished):
+@pytest.mark.slow
+def test_a_peer_has_bytes_as_measured_and_no_times(tiny, peer_of, finished):
+    write_cost(finished[0], tiny, {}, CostSettings((32, 64), ()), peers={"plain": peer_of("plain")})
     cost = json.loads((finished[0] / "cost.json").read_text())["subjects"]
     for ours, theirs in zip(cost[PLAIN]["memory"], cost["plain"]["memory"], strict=True):
         assert theirs["stored_bytes"] == theirs["resident_bytes"] == ours["stored_bytes"]

@@ -118,11 +118,11 @@ class Run:
     @property
     def notes(self) -> tuple[str, ...]:
         """What can't be compared, where other projects' methods are among the subjects."""
-        if not self.about.get("peers"):
+        if not self.metrics.get("peers"):
             return ()
         unasked = (
             f"{name} was not asked {task}: {reason}."
-            for name, tasks in self.metrics.get("unanswered", {}).items()
+            for name, tasks in self.metrics["unanswered"].items()
             for task, reason in tasks.items()
         )
         return (*NOTES, *unasked)
