@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from kvfold.evaluation.continuation import continued
 from kvfold.evaluation.greedy import read, says
-from kvfold.evaluation.tasks import harness_peer
 from kvfold.evaluation.tasks.gsm8k import gsm8k
 from kvfold.evaluation.tasks.lambada import lambada
 from kvfold.evaluation.tasks.settings import TaskSettings
@@ -64,6 +64,21 @@ def test_compression_is_felt_by_the_question_and_not_by_the_context(opened, tiny
     assert (ours - theirs).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_dropped_tokens_are_those_that_nothing_later_sees(opened, tiny, long_ids, chunk):
+    """StreamingLLM drops known tokens, so that a mask on the plain model tells what is right."""
+    question, follow = 5, 32
+    ids = torch.cat([long_ids, long_ids[:, :follow]], dim=1)
+    context, kept = PROMPT - question, PROMPT // 4 - question
+    mask = torch.ones(ids.shape[1], ids.shape[1]).tril().bool()
+    mask[context:, 4 : context - (kept - 4)] = False
+    expected = tiny(input_ids=ids, attention_mask=mask[None, None]).logits[:, PROMPT - 1 :]
+    model = opened("streaming-llm@4x")
+    scores, cache = read(model.asking([question]), long_ids)
+    pieces = [scores[:, None], *continued(model, ids[:, PROMPT:], cache, chunk=chunk)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", SMALLER)
 def test_no_compression_is_the_plain_model(opened, tiny, long_ids, byte_tokenizer, name):
     model = opened(name.replace("@4x", "@1x"))
@@ -117,7 +132,6 @@ def test_harness_tasks_score_the_uncompressed_peer_as_the_plain_model(
     opened, tiny, byte_tokenizer, tmp_path
 ):
     pytest.importorskip("lm_eval")
-    assert harness_peer.PeerLM is not None
     question = {"question": "Two and two?", "answer": "It is 4 #### 4"}
     passage = {"text": "one two three four five six seven eight nine ten eleven"}
     for name, records in {

@@ -14,8 +14,12 @@ from dataclasses import dataclass
 
 from kvfold.anatomy import Anatomy
 from kvfold.evaluation.memory import memory_at
-from kvfold.evaluation.peers.spec import LEAST_CONTEXT, PeerSpec
+from kvfold.evaluation.peers.spec import PeerSpec
 from kvfold.plan import Plan
+
+
+LEAST_CONTEXT = 6
+"""Fewest tokens that kvpress' methods can choose among: some leave the first 4 out."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Budget:
         where all of it fits, and where it is too short for the method to look at.
         """
         context = prompt - question
-        if not self.spec.drops_tokens or context < LEAST_CONTEXT[self.spec.method]:
+        if not self.spec.drops_tokens or context < LEAST_CONTEXT:
             return None
         kept = max(1, self._all_tokens(prompt) - question)
         return kept if kept < context else None

@@ -42,8 +42,8 @@ NOTES = (
         "in memory are the plain cache's, those stored are what it would need."
     ),
     (
-        "Contexts too short for a method are left whole: SnapKV looks through the last 64 tokens, "
-        "and drops nothing below 65."
+        "SnapKV always keeps the window that it looks through: 64 tokens as in kvpress, or half of "
+        "what it may keep where that is fewer."
     ),
     (
         "The quantised cache of transformers packs all of a prompt, whose own tokens saw exact "
@@ -51,6 +51,9 @@ NOTES = (
     ),
     "Peers run row by row on other releases of the libraries, and are not timed.",
 )
+FORMAT = 1
+"""Of how peers are asked: raised where the same peer would answer differently."""
+
 CHECK_TOKENS = 24
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 0.05
@@ -71,6 +74,7 @@ class Peer:
     def describe(self) -> dict[str, Any]:
         """All that its answers depend on beside the model, as plain data."""
         return {
+            "format": FORMAT,
             **self.spec.to_dict(),
             "like_plan": None if self.plan is None else dict(self.plan),
             "versions": dict(self.environment.versions),

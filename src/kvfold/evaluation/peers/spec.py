@@ -6,32 +6,31 @@
     plain, plain-bf16     the model itself in the peers' environment, nothing compressed
 
 SnapKV (arXiv 2404.14469), Expected Attention (arXiv 2510.00636), KVzip (arXiv 2505.23416) and
-StreamingLLM (arXiv 2309.17453) are kvpress', with its own settings.
+StreamingLLM (arXiv 2309.17453) are kvpress', with its own settings. SnapKV alone gets another one
+where it must: it always keeps the window that it looks through, 64 tokens, and would keep nothing
+else, not even the first token, where it may keep no more than that. There the window is half of
+what it may keep.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
 from kvfold.errors import EvaluationError
 
-LEAST_CONTEXT: Mapping[str, int] = MappingProxyType(
-    {"snapkv": 65, "expected-attention": 6, "kvzip": 6, "streaming-llm": 6}
-)
-"""kvpress' methods, and the fewest tokens that each can compress: SnapKV looks through 64."""
+PRESSES = ("snapkv", "expected-attention", "kvzip", "streaming-llm")
+"""kvpress' methods."""
 
 DTYPES = MappingProxyType({"bf16": "bfloat16", "fp32": "float32"})
 BITS = (2, 4)
 """What optimum-quanto has for caches."""
 
 NAMES = "snapkv@4x, snapkv=SUBJECT, quantized-4bit, quantized-2bit, plain, plain-bf16, plain-fp32"
-_PRESS = re.compile(
-    rf"(?P<method>{'|'.join(LEAST_CONTEXT)})(?:@(?P<times>\d+(?:\.\d+)?)x|=(?P<like>.+))"
-)
+_PRESS = re.compile(rf"(?P<method>{'|'.join(PRESSES)})(?:@(?P<times>\d+(?:\.\d+)?)x|=(?P<like>.+))")
 _QUANTIZED = re.compile(rf"quantized-(?P<bits>{'|'.join(map(str, BITS))})bit")
 _PLAIN = re.compile(rf"plain(?:-(?P<dtype>{'|'.join(DTYPES)}))?")
 
@@ -55,7 +54,7 @@ class PeerSpec:
     @property
     def drops_tokens(self) -> bool:
         """Whether it keeps some tokens of a context and none of the others."""
-        return self.method in LEAST_CONTEXT
+        return self.method in PRESSES
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without its name."""
@@ -98,6 +97,6 @@ def _peer(name: str) -> PeerSpec:
     if match := _PLAIN.fullmatch(name):
         return PeerSpec(name, "plain", dtype=match["dtype"] and DTYPES[match["dtype"]])
     raise EvaluationError(
-        f"a peer is named as in {NAMES}, of the methods {', '.join(LEAST_CONTEXT)}; got {name!r}; "
+        f"a peer is named as in {NAMES}, of the methods {', '.join(PRESSES)}; got {name!r}; "
         "a size is how many times smaller the cache gets"
     )

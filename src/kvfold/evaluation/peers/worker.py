@@ -44,6 +44,9 @@ PRESSES = {
     "kvzip": "KVzipPress",
     "streaming-llm": "StreamingLLMPress",
 }
+SNAPKV_WINDOW = 64
+"""kvpress' own choice."""
+
 PACKAGES = ("torch", "transformers", "kvpress", "optimum-quanto")
 MASKS = "masked_key_indices"
 """Where kvpress notes, on an attention module, the keys that it only hides."""
@@ -172,9 +175,13 @@ class Worker:
     def _press(self, context: int, kept: int) -> Any:
         import kvpress
 
+        own = {}
+        if self.method == "snapkv":
+            # Its window is always kept, so that a larger one would leave room for nothing else.
+            own["window_size"] = max(1, min(SNAPKV_WINDOW, kept // 2))
         # kvpress keeps int(context * (1 - ratio)) tokens; the little more keeps rounding away.
         press = getattr(kvpress, PRESSES[self.method])
-        return press(compression_ratio=max(0.0, 1 - (kept + 0.01) / context))
+        return press(compression_ratio=max(0.0, 1 - (kept + 0.01) / context), **own)
 
     def _new_cache(self) -> Any:
         if self.method != "quantized":

@@ -46,7 +46,7 @@ class Needle:
     ids: Tensor
     answer: str
     depth: float
-    question: int
+    question: int = 1
 
 
 def needles(
