@@ -17,7 +17,6 @@ from kvfold.evaluation.memory import memory_at
 from kvfold.evaluation.peers.spec import PeerSpec
 from kvfold.plan import Plan
 
-
 LEAST_CONTEXT = 6
 """Fewest tokens that kvpress' methods can choose among: some leave the first 4 out."""
 

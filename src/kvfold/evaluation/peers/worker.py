@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import sys
 import tempfile
@@ -46,6 +47,9 @@ PRESSES = {
 }
 SNAPKV_WINDOW = 64
 """kvpress' own choice."""
+
+QUANTIZED_GROUP = 64
+"""transformers' own choice: values that share a scale."""
 
 PACKAGES = ("torch", "transformers", "kvpress", "optimum-quanto")
 MASKS = "masked_key_indices"
@@ -189,7 +193,13 @@ class Worker:
         from transformers import QuantizedCache
 
         unpack_in_torch()
-        return QuantizedCache("quanto", self.model.config, nbits=self.bits)
+        config = self.model.config
+        # A cache of any number of tokens must be whole groups of values.
+        group = math.gcd(QUANTIZED_GROUP, config.num_key_value_heads * self._head_dim())
+        return QuantizedCache("quanto", config, nbits=self.bits, q_group_size=group)
+
+    def _head_dim(self) -> int:
+        return int(self._attentions()[0].head_dim)
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(ids)], device=self.model.device)
@@ -209,7 +219,7 @@ class Worker:
         if all(mask is None for mask in row.masks):
             return 0
         pairs = sum(len(mask[0]) for mask in row.masks if mask is not None)
-        return int(pairs * 2 * self._attentions()[0].head_dim * self.model.dtype.itemsize)
+        return int(pairs * 2 * self._head_dim() * self.model.dtype.itemsize)
 
     @contextmanager
     def _columns(self, count: int) -> Iterator[dict[str, Tensor]]:
