@@ -145,6 +145,10 @@ def test_evaluate_itself_can_fail_a_build_and_needs_no_addon(evaluate, tmp_path)
         (("--out", "{}", "--data", "no-such-folder"), "even", "no-such-folder"),
         (("--out", "{}", "--fail-under", "none.yaml"), "even", "none.yaml"),
         (("--out", "{}", "--speed-lengths", "many"), "even", "token counts"),
+        (("--out", "{}", "--limit", "0"), "even", "from 1 on"),
+        (("--out", "{}", "--limit", "even=few"), "even", "from 1 on"),
+        (("--out", "{}", "--limit", "3,4"), "even", "one number a task"),
+        (("--out", "{}", "--limit", "needle=4"), "even", "one of needle"),
     ],
 )
 def test_bad_options_are_explained(evaluate, tmp_path, options, tasks, words):
@@ -153,6 +157,13 @@ def test_bad_options_are_explained(evaluate, tmp_path, options, tasks, words):
     assert words in flat(done)
     assert "Traceback" not in done.output
     assert not (tmp_path / "run" / "metrics.json").exists()
+
+
+def test_tasks_may_have_limits_of_their_own(evaluate, tmp_path):
+    done = evaluate("--out", tmp_path / "run", "--no-speed", "--limit", "4, needle=2", addons=())
+    assert done.exit_code == 0, done.output
+    tasks = json.loads((tmp_path / "run/metrics.json").read_text())["tasks"]
+    assert {name: task["items"] for name, task in tasks.items()} == {"even": 4, "needle": 2}
 
 
 def test_options_of_a_run_are_refused_without_tasks(kvfold, tiny_folder, addon_folder):

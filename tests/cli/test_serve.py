@@ -33,7 +33,7 @@ def test_a_server_starts_answers_and_ends(tiny_folder, tmp_path):
         url, deadline = None, time.monotonic() + 120
         while url is None:
             assert process.poll() is None and time.monotonic() < deadline
-            found = re.search(r"running on (http://[0-9.:]+)", process.stderr.readline())
+            found = re.search(r"API: (http://[0-9.:]+)/v1", process.stderr.readline())
             url = found and found[1]
         with httpx.Client(
             base_url=url, headers={"authorization": "Bearer secret"}, timeout=60
@@ -42,6 +42,7 @@ def test_a_server_starts_answers_and_ends(tiny_folder, tmp_path):
             assert name == str(tiny_folder)
             asked = {"model": name, "prompt": "ab", "max_tokens": 3}
             assert http.post("/v1/completions", json=asked).is_success
+            assert "<title>kvfold</title>" in http.get("/").text
         process.send_signal(signal.SIGTERM)
         _, rest = process.communicate(timeout=60)
     finally:

@@ -145,9 +145,11 @@ def lane(tiny_model: Callable[..., Any], byte_tokenizer: Any) -> Iterator[Callab
 
 START = "<answer>"
 CALL = '{"name": "add", "arguments": {"a": 2, "b": "é"}}'
+MARKUP = "<img src=x onerror=document.title=7>"
 SCRIPTS = {
     "unicode": "aé世!",
     "call": "So: <tool_call>" + CALL + "</tool_call>",
+    "markup": MARKUP,
 }
 TOOL_TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -157,9 +159,9 @@ TOOL_TEMPLATE = (
 
 
 def _tokenizer_of_script(byte_tokenizer: Any) -> Any:
-    """The tokenizer of bytes, with one token each for the parts of a tool call."""
+    """The tokenizer of bytes, with one token each for what would repeat a byte."""
     made = deepcopy(byte_tokenizer)
-    made.add_tokens(["<tool_call>", CALL, "</tool_call>"])
+    made.add_tokens(["<tool_call>", CALL, "</tool_call>", MARKUP])
     made.chat_template = TOOL_TEMPLATE
     return made
 
@@ -204,7 +206,7 @@ class LiveServer:
     def __init__(self, lanes: dict[str, Lane], *, queue: int = 64, **settings: Any) -> None:
         from kvfold.serving.app import ServerSettings, create_app
         from kvfold.serving.metrics import Metrics
-        from kvfold.serving.server import bound_port, make_server
+        from kvfold.serving.server import make_server
 
         made = ServerSettings(**settings)
         metrics = Metrics()
@@ -218,7 +220,7 @@ class LiveServer:
         while not self.server.started:
             assert self.thread.is_alive() and time.monotonic() < deadline
             time.sleep(0.01)
-        self.url = f"http://127.0.0.1:{bound_port(self.server)}"
+        self.url = f"http://127.0.0.1:{self.server.port}"
 
     def stop(self) -> None:
         """End it, once all answers are given."""

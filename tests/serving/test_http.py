@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -233,7 +234,7 @@ def test_every_answer_is_logged_as_a_line_of_json(
 
 @pytest.mark.slow
 def test_no_request_that_the_schema_allows_or_forbids_breaks_the_server(
-    serve: Any, lane: Any, scripted_lanes: Any
+    serve: Any, lane: Any, scripted_lanes: Any, tmp_path: Path
 ) -> None:
     """schemathesis, against the schema that the server itself gives."""
     from kvfold.serving.asking import Limits
@@ -246,6 +247,7 @@ def test_no_request_that_the_schema_allows_or_forbids_breaks_the_server(
             "--checks", "not_a_server_error", "--max-examples", "60", "--seed", "1",
             "--suppress-health-check", "all", "--no-color",
         ],
+        cwd=tmp_path,  # where it leaves what it found
         capture_output=True,
         text=True,
         check=False,

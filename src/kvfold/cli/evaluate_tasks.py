@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,10 +48,17 @@ OutOption = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Run folder, new or to go on in (--tasks).")
 ]
 FractionOption = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Share of each task's items (--tasks).")
+    float,
+    typer.Option(
+        min=0.0, max=1.0, help="Share of each task's items, of those within --limit (--tasks)."
+    ),
 ]
 LimitOption = Annotated[
-    int | None, typer.Option(min=1, help="Items of each task at most (--tasks).")
+    str | None,
+    typer.Option(
+        metavar="N,TASK=N",
+        help="Items of each task at most, and of single tasks: 200,gsm8k=20 (--tasks).",
+    ),
 ]
 ReuseOption = Annotated[
     Path | None,
@@ -102,7 +110,7 @@ class SuiteOptions:
     data: str | None
     out: Path | None
     fraction: float
-    limit: int | None
+    limit: str | None
     lengths: str | None
     speed_lengths: str | None
     seed: int
@@ -169,6 +177,7 @@ def evaluate_tasks(options: SuiteOptions) -> None:
         raise typer.BadParameter("--fraction must be above 0, or there is nothing to answer")
     check_known(_names(options.tasks))
     rules = _rules(options.fail_under)
+    limit, limits = parse_limits(options.limit)
     costs = CostSettings(
         lengths=parse_lengths(options.lengths or LENGTHS),
         speed_lengths=() if options.speed_lengths is None else parse_lengths(options.speed_lengths),
@@ -187,7 +196,7 @@ def evaluate_tasks(options: SuiteOptions) -> None:
     if environment is not None:
         check_likes(specs, list(candidates))
         peers = make_peers(specs, environment, options.model, model, candidates)
-    tasks = make_tasks(_names(options.tasks), _settings(options, tokenizer))
+    tasks = make_tasks(_names(options.tasks), _settings(options, limit, tokenizer), limits)
     say_plans(screen, model, candidates)
     suite = Suite(model, tokenizer, candidates, tasks, options.seed, options.config(), peers)
     with _bar(screen) as watcher:
@@ -285,7 +294,26 @@ def _rules(path: Path | None) -> tuple[Rule, ...]:
     return () if path is None else read_rules(path)
 
 
-def _settings(options: SuiteOptions, tokenizer: Any) -> Any:
+def parse_limits(text: str | None) -> tuple[int | None, dict[str, int]]:
+    """The limit of all tasks and those of single ones; `typer.BadParameter` for other texts."""
+    of_all, of_one = None, {}
+    for part in filter(None, (part.strip() for part in (text or "").split(","))):
+        name, _, number = (piece.strip() for piece in part.rpartition("="))
+        if not re.fullmatch("[0-9]+", number) or not int(number) or ("=" in part and not name):
+            raise typer.BadParameter(
+                f"--limit is a number of items from 1 on, TASK=NUMBER, or several of these with "
+                f"commas between, such as 200,gsm8k=20; got {part!r}"
+            )
+        if name in of_one or (not name and of_all is not None):
+            raise typer.BadParameter(f"--limit takes one number a task; got another one: {part!r}")
+        if name:
+            of_one[name] = int(number)
+        else:
+            of_all = int(number)
+    return of_all, of_one
+
+
+def _settings(options: SuiteOptions, limit: int | None, tokenizer: Any) -> Any:
     from kvfold.evaluation.tasks.settings import TaskSettings
 
     data = None if options.data is None else Path(options.data)
@@ -297,7 +325,7 @@ def _settings(options: SuiteOptions, tokenizer: Any) -> Any:
     return TaskSettings(
         data=data,
         fraction=options.fraction,
-        limit=options.limit,
+        limit=limit,
         seed=options.seed,
         batch=options.batch,
         lengths=() if options.lengths is None else parse_lengths(options.lengths),

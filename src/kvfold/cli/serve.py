@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvfold.cli.options import DeviceOption, DtypeOption, load_addons, load_model, say_plans
+from kvfold.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    ResidentOption,
+    load_addons,
+    load_model,
+    say_plans,
+)
 from kvfold.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -21,11 +28,14 @@ if TYPE_CHECKING:
 HELP = (
     "Serve a model to many clients at once, by OpenAI's API.\n\n"
     "The plain model answers by the name given here, and each add-on's folded one by the "
-    "add-on's name, on one set of weights. GET /v1/models lists them.\n\n"
+    "add-on's name, on one set of weights. GET /v1/models lists them, and the page at / puts the "
+    "same question to both, with the bytes that their caches take.\n\n"
     "Example: kvfold serve --demo"
 )
 DEMO_MODEL = "smollm2-135m"
 DEMO_ADDON = "smollm2-csa2"
+DEMO_RESIDENT = "shared"
+"""So that the demo's cache is smaller in memory too, which `auto` gives up here for speed."""
 
 
 def register(app: typer.Typer) -> None:
@@ -37,7 +47,8 @@ def serve_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="smollm2-135m (embedded), tiny-hybrid, a folder or a hub id."
+            metavar="[MODEL]",
+            help=f"{DEMO_MODEL} (embedded, the default), tiny-hybrid, a folder or a hub id.",
         ),
     ] = None,
     addon: Annotated[
@@ -49,14 +60,18 @@ def serve_command(
         ),
     ] = None,
     demo: Annotated[
-        bool, typer.Option("--demo", help=f"Serve {DEMO_MODEL} with the add-on {DEMO_ADDON}.")
+        bool,
+        typer.Option(
+            "--demo",
+            help=f"Serve {DEMO_MODEL} with the add-on {DEMO_ADDON}, --resident {DEMO_RESIDENT}.",
+        ),
     ] = False,
     plain: Annotated[
         bool, typer.Option("--plain/--no-plain", help="Serve the model without add-ons as well.")
     ] = True,
-    host: Annotated[str, typer.Option(help="Address to listen on; this machine only.")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; by default this machine only.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose.")] = 8000,
     max_batch: Annotated[
         int, typer.Option(min=1, help="Answers of one model that are generated at once.")
@@ -64,7 +79,7 @@ def serve_command(
     queue: Annotated[
         int, typer.Option(min=0, help="Requests that may wait; more get status 429.")
     ] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 4096,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 4096,
     context: Annotated[
         int | None,
         typer.Option(min=2, help="The most tokens of prompt and answer; the model's own if not."),
@@ -92,6 +107,7 @@ def serve_command(
     store_bytes: Annotated[
         int, typer.Option(min=1, help="What the store may take; what was used longest ago goes.")
     ] = 4 * 2**30,
+    resident: ResidentOption = None,
     warm_up: Annotated[
         bool, typer.Option("--warm-up/--no-warm-up", help="Run a few tokens before listening.")
     ] = True,
@@ -114,6 +130,7 @@ def serve_command(
         LaneSettings(max_rows=max_batch, chunk=prefill_chunk, context=context),
         plain=plain,
         warm_up=warm_up,
+        resident=resident or (DEMO_RESIDENT if demo else None),
         dtype=dtype,
         device=device,
         store_of=None if store is None else stores_in(store, store_bytes),
@@ -188,18 +205,23 @@ def load_lanes(
     *,
     plain: bool,
     warm_up: bool,
+    resident: str | None,
     dtype: str | None,
     device: str | None,
     store_of: StoreOf | None,
 ) -> dict[str, Lane]:
     """The model and its add-ons, loaded with progress and warmed up."""
+    from kvfold.evaluation.candidates import with_plan
     from kvfold.serving.loading import make_lanes
 
     started = time.perf_counter()
     with screen.status(f"loading {name}") as status:
         loaded, tokenizer = load_model(name, dtype, device)
         status.update(f"loading {len(addons)} add-ons")
-        found = load_addons(addons, loaded)
+        found = {
+            addon: with_plan(own, resident=resident)
+            for addon, own in load_addons(addons, loaded).items()
+        }
         lanes = make_lanes(
             loaded,
             tokenizer,
@@ -234,9 +256,13 @@ def _serve(
     metrics = Metrics()
     engine = Engine(lanes, queue=queue, listener=metrics)
     log_as_json_lines()
-    server = make_server(create_app(engine, settings, metrics), host, port, settings.drain_seconds)
-    shown = f"[{host}]" if ":" in host else host
-    screen.print(f"http://{shown}:{port}/v1  (Ctrl-C ends it)", highlight=False)
+
+    def say(address: str) -> None:
+        screen.print(f"A page to try it: {address}/", highlight=False)
+        screen.print(f"OpenAI's API: {address}/v1  (Ctrl-C ends it)", highlight=False)
+
+    app = create_app(engine, settings, metrics)
+    server = make_server(app, host, port, settings.drain_seconds, say)
     try:
         server.run()
     finally:

@@ -29,6 +29,8 @@ from kvfold.runtime.schedule import Schedule
 from kvfold.runtime.slots import SlotStore
 
 if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
     from kvfold.runtime.cache import FoldedCache
 
 COMPONENTS = (
@@ -56,6 +58,14 @@ class Ledger:
 
     def __getitem__(self, component: str) -> int:
         return self.components[component]
+
+    @classmethod
+    def of_plain(cls, cache: Cache) -> Ledger:
+        """Count the storages of transformers' own cache."""
+        counted = dict.fromkeys(COMPONENTS, 0)
+        for layer in cache.layers:
+            _count_plain(counted, layer)
+        return cls(counted)
 
     @classmethod
     def of_cache(cls, cache: FoldedCache) -> Ledger:

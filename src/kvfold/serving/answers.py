@@ -6,10 +6,10 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvfold.serving.request import Begun, Ended, Event, Piece, TokenScore
+from kvfold.serving.request import Begun, CacheSize, Ended, Event, Held, Piece, TokenScore
 from kvfold.serving.text import REPLACEMENT
 from kvfold.serving.tool_calls import MadeCall, ToolCallFilter
 
@@ -49,12 +49,15 @@ class Gathered:
     text: str = ""
     scores: list[TokenScore] = field(default_factory=list)
     reason: str | None = None
+    size: CacheSize | None = None
 
-    def note(self, event: Piece | Ended) -> None:
+    def note(self, event: Piece | Held | Ended) -> None:
         """Take in an event of this choice."""
         if isinstance(event, Piece):
             self.text += event.text
             self.scores += event.scores
+        elif isinstance(event, Held):
+            self.size = event.size
         else:
             self.reason = event.reason
 
@@ -79,7 +82,10 @@ class Form(ABC):
 
     def whole(self, choices: Sequence[Gathered], tally: Tally) -> dict[str, Any]:
         """The answer in one piece."""
-        made = [self.choice(index, gathered) for index, gathered in enumerate(choices)]
+        made = [
+            _with_size(self.choice(index, gathered), gathered.size)
+            for index, gathered in enumerate(choices)
+        ]
         return {
             **self.head,
             "object": self.whole_object,
@@ -109,6 +115,14 @@ class Form(ABC):
     @abstractmethod
     def ending(self, index: int, event: Ended) -> Iterable[dict[str, Any]]:
         """Likewise for the end."""
+
+    def held(self, index: int, event: Held) -> Iterable[dict[str, Any]]:
+        """Likewise for what the cache takes."""
+        return [_with_size(self.nothing(index), event.size)]
+
+    @abstractmethod
+    def nothing(self, index: int) -> dict[str, Any]:
+        """A choice of a stream that brings no text."""
 
     def token_text(self, token: int) -> str:
         """The text of one token by itself."""
@@ -167,6 +181,10 @@ class ChatForm(Form):
         last = self._delta(index, {})
         last["finish_reason"] = _reason(event.reason, self.calls.get(index, 0) > 0)
         return [*made, last]
+
+    def nothing(self, index: int) -> dict[str, Any]:
+        """See `Form`."""
+        return self._delta(index, {})
 
     def _parts(
         self, index: int, parts: Sequence[str | MadeCall], scores: Sequence[TokenScore]
@@ -248,6 +266,10 @@ class CompletionForm(Form):
         """See `Form`."""
         return [self._choice(index, "", reason=event.reason)]
 
+    def nothing(self, index: int) -> dict[str, Any]:
+        """See `Form`."""
+        return self._choice(index, "")
+
     def _choice(
         self,
         index: int,
@@ -273,3 +295,8 @@ class CompletionForm(Form):
 
 def _reason(reason: str | None, called: bool) -> str | None:
     return "tool_calls" if called and reason == "stop" else reason
+
+
+def _with_size(choice: dict[str, Any], size: CacheSize | None) -> dict[str, Any]:
+    """Only where it was asked for, so that OpenAI's shape is kept for all who don't."""
+    return choice if size is None else {**choice, "kvfold_cache": asdict(size)}

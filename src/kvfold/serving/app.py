@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's API over the engine."""
+"""The HTTP server: OpenAI's API over the engine, and the page that shows it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from kvfold.serving.faults import (
 from kvfold.serving.gates import AccessLog, KeyGate, SizeGate
 from kvfold.serving.lane import Lane
 from kvfold.serving.metrics import Metrics
+from kvfold.serving.page import PAGE_FILES, add_page
 from kvfold.serving.running import AnswerFailedError, ClientLeftError
 from kvfold.serving.schema import ChatRequest, CompletionRequest, ErrorBody
 
@@ -74,9 +75,11 @@ def create_app(engine: Engine, settings: ServerSettings, metrics: Metrics) -> Fa
     _add_models(app, engine)
     _add_completions(app, Completions(engine, settings.limits, metrics))
     _add_watching(app, engine, metrics)
+    add_page(app)
     app.add_middleware(SizeGate, most=settings.body_bytes)
     if settings.keys:
-        app.add_middleware(KeyGate, keys=settings.keys)
+        open_paths = frozenset(("/health", *PAGE_FILES))
+        app.add_middleware(KeyGate, keys=settings.keys, open_paths=open_paths)
     if settings.cors:
         app.add_middleware(
             CORSMiddleware,

@@ -155,6 +155,7 @@ def _request(
             _bias(wanted.logit_bias or {}, lane.anatomy.vocab_size),
         ),
         top,
+        bool(wanted.kvfold_cache),
     )
     lane.check(made)
     return made

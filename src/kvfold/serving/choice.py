@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +11,9 @@ from torch import Tensor
 from kvfold.serving.request import Ended, Event, FinishReason, Piece, Ticket, TokenScore
 from kvfold.serving.sampling import Sampler, score
 from kvfold.serving.text import Detokeniser, StopFilter
+
+SIZE_SECONDS = 0.2
+"""How often to tell what a row's cache takes, since counting takes a moment."""
 
 
 class Choice:
@@ -27,6 +32,7 @@ class Choice:
         self.last = -1
         self.tokens = 0
         self.done: FinishReason | None = None
+        self._sized_at = -math.inf
         self._scores: list[TokenScore] = []
         self._made = 0
         self._shown = 0
@@ -49,6 +55,16 @@ class Choice:
         if self.tokens == self.ticket.request.max_tokens:
             return self._end("length", text)
         return [self._piece(text)] if text else []
+
+    def size_is_due(self) -> bool:
+        """Whether it is to be told now what the row's cache takes, which this notes as done."""
+        if not self.ticket.request.tell_cache:
+            return False
+        now = time.monotonic()
+        due = self.done is not None or now - self._sized_at >= SIZE_SECONDS
+        if due:
+            self._sized_at = now
+        return due
 
     def _keep_score(self, logits: Tensor) -> None:
         top = self.ticket.request.top_logprobs

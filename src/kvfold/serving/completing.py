@@ -15,7 +15,7 @@ from kvfold.serving.engine import Engine
 from kvfold.serving.faults import of_error
 from kvfold.serving.gates import NOTES
 from kvfold.serving.metrics import Metrics
-from kvfold.serving.request import Begun, Ended, Piece
+from kvfold.serving.request import Begun, Ended, Held, Piece
 from kvfold.serving.running import AnswerFailedError, ClientLeftError, Run
 from kvfold.serving.schema import Common
 
@@ -101,9 +101,11 @@ class Completions:
             self.metrics.first.labels(model).observe(waited)
 
 
-def _choices(form: Form, index: int, event: Piece | Ended) -> Iterable[dict[str, Any]]:
+def _choices(form: Form, index: int, event: Piece | Held | Ended) -> Iterable[dict[str, Any]]:
     if isinstance(event, Piece):
         return form.piece(index, event)
+    if isinstance(event, Held):
+        return form.held(index, event)
     return form.ending(index, event)
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,7 +22,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = ("/", "/health")
 NOTES = "kvfold.notes"
 """Where in a scope the application leaves what is to be logged."""
 
@@ -43,15 +42,16 @@ async def send_fault(send: Send, fault: Fault) -> None:
 
 
 class KeyGate:
-    """Lets only those through who know a key; the health check and the page are open."""
+    """Lets only those through who know a key, but for paths that are open to all."""
 
-    def __init__(self, app: App, keys: Sequence[str]) -> None:
+    def __init__(self, app: App, keys: Sequence[str], open_paths: Collection[str]) -> None:
         self.app = app
+        self.open_paths = open_paths
         self.keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI call."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
+        if scope["type"] != "http" or scope["path"] in self.open_paths or self._knows(scope):
             await self.app(scope, receive, send)
         else:
             await send_fault(send, UNAUTHORISED)

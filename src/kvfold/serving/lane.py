@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +15,10 @@ from kvfold.anatomy import Anatomy, anatomy
 from kvfold.errors import RequestError
 from kvfold.runtime.feeding import last_logits
 from kvfold.runtime.joining import is_joinable
-from kvfold.runtime.ledger import plain_bytes
+from kvfold.runtime.ledger import Ledger, plain_bytes
 from kvfold.serving.choice import Choice
 from kvfold.serving.prefix import PrefixCaches
-from kvfold.serving.request import Begun, Failed, Request, Ticket
+from kvfold.serving.request import Begun, CacheSize, Failed, Held, Request, Ticket
 from kvfold.serving.rows import Rows, RowsApart, RowsTogether
 from kvfold.store.prefix_store import resumes_as_cold
 
@@ -194,8 +196,9 @@ class Lane:
         ticket.sink(Begun(reading.cached))
         made = [Choice(ticket, index, self.tokenizer, self.ends) for index in range(count)]
         likeliest = int(logits[0].argmax())
+        sized = partial(self._size, reading.cache, reading.done, [reading.done])
         for choice in made:
-            self._tell(choice, logits[0], likeliest)
+            self._tell(choice, logits[0], likeliest, sized)
         going_on = [choice for choice in made if choice.done is None]
         if going_on:
             self.rows.join(reading.cache, reading.done, len(going_on))
@@ -207,13 +210,45 @@ class Lane:
         logits = self.rows.step([choice.last for choice in self.choices])
         likeliest = logits.argmax(dim=-1).tolist()
         for place, choice in enumerate(self.choices):
-            self._tell(choice, logits[place], likeliest[place])
+            sized = partial(self._size_of_row, place)
+            self._tell(choice, logits[place], likeliest[place], sized)
         self.drop_done()
         return count
 
-    def _tell(self, choice: Choice, logits: Tensor, likeliest: int) -> None:
-        for event in choice.take(logits, likeliest):
+    def _tell(
+        self, choice: Choice, logits: Tensor, likeliest: int, sized: Callable[[], CacheSize]
+    ) -> None:
+        events = choice.take(logits, likeliest)
+        if choice.size_is_due():
+            choice.ticket.sink(Held(choice.index, sized()))
+        for event in events:
             choice.ticket.sink(event)
+
+    def _size_of_row(self, place: int) -> CacheSize:
+        cache, lengths = self.rows.cache_of(place)
+        return self._size(cache, self.rows.lengths[place], lengths)
+
+    def _size(self, cache: Any, tokens: int, lengths: list[int]) -> CacheSize:
+        """What a row takes of a cache: every tensor has one slice for each of its rows."""
+        held, rows = self._held(cache), len(lengths)
+        return CacheSize(
+            tokens,
+            held.total // rows,
+            self._plain_bytes(tokens),
+            {name: count // rows for name, count in held.components.items() if count},
+            rows,
+            max(lengths),
+        )
+
+    def _held(self, cache: Any) -> Ledger:
+        """The bytes of a cache's storages."""
+        if self.attachment is None:
+            return Ledger.of_plain(cache)
+        counted: Ledger = cache.nbytes()
+        return counted
+
+    def _plain_bytes(self, tokens: int) -> int:
+        return plain_bytes(self.anatomy, tokens, element_size=self.model.dtype.itemsize).total
 
     def drop_done(self) -> None:
         """Let rows go that are complete or that nobody waits for any more."""
@@ -240,11 +275,8 @@ class Lane:
     def state(self) -> LaneState:
         """What the lane holds now."""
         lengths = list(self.rows.lengths)
-        size = self.model.dtype.itemsize
-        plain = sum(plain_bytes(self.anatomy, n, element_size=size).total for n in lengths)
-        held = plain
-        if self.attachment is not None:
-            held = sum(cache.nbytes().total for cache in self.rows.caches())
+        plain = sum(self._plain_bytes(length) for length in lengths)
+        held = sum(self._held(cache).total for cache in self.rows.caches())
         return LaneState(len(lengths), sum(lengths), held, plain)
 
 

@@ -36,7 +36,7 @@ class Request:
     model: the name of a lane. tokens: of the prompt, at least one. choices: how many
     continuations, each with its own seed. stop: texts that end a continuation and are left out of
     it. top_logprobs: how many alternatives to report beside each token's own logprob; None
-    reports nothing.
+    reports nothing. tell_cache: whether to tell what each choice's cache takes.
     """
 
     model: str
@@ -46,6 +46,7 @@ class Request:
     stop: tuple[str, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     top_logprobs: int | None = None
+    tell_cache: bool = False
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -89,6 +90,32 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class CacheSize:
+    """What one row's cache takes at one moment.
+
+    tokens: that it has seen. bytes: of its real storages; of a cache that `rows` rows share, this
+    row's part, which has room for as many tokens as the longest of them has. parts: the same
+    bytes, by component (see `kvfold.runtime.ledger`). plain_bytes: what the plain model's cache
+    would hold of the same tokens.
+    """
+
+    tokens: int
+    bytes: int
+    plain_bytes: int
+    parts: Mapping[str, int]
+    rows: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a choice's cache takes now; told at the beginning, now and then, and before the end."""
+
+    choice: int
+    size: CacheSize
+
+
+@dataclass(frozen=True)
 class Ended:
     """A choice is complete, after so many generated tokens."""
 
@@ -104,7 +131,7 @@ class Failed:
     error: Exception
 
 
-Event = Begun | Piece | Ended | Failed
+Event = Begun | Piece | Held | Ended | Failed
 Sink = Callable[[Event], None]
 """Called in the engine's thread; must return at once and not raise."""
 

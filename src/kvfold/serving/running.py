@@ -11,7 +11,7 @@ from functools import partial
 from kvfold.serving.answers import Gathered, Tally
 from kvfold.serving.asking import Asked
 from kvfold.serving.engine import Engine
-from kvfold.serving.request import Begun, Ended, Event, Failed, Piece, Ticket
+from kvfold.serving.request import Begun, Ended, Event, Failed, Held, Piece, Ticket
 
 LOOK_SECONDS = 0.25
 """How often to look whether the client is still there while nothing comes."""
@@ -55,7 +55,7 @@ class Run:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(self.queue.put_nowait, (first, event))
 
-    async def events(self) -> AsyncIterator[tuple[int, Begun | Piece | Ended]]:
+    async def events(self) -> AsyncIterator[tuple[int, Begun | Piece | Held | Ended]]:
         """Events with the number of their choice, of its first choice for `Begun`.
 
         Raises `ClientLeftError` or `AnswerFailedError`.
@@ -70,7 +70,7 @@ class Run:
                 continue
             if isinstance(event, Ended):
                 self.open -= 1
-            elif self.first_piece is None:
+            elif isinstance(event, Piece) and self.first_piece is None:
                 self.first_piece = time.perf_counter()
             yield first + event.choice, event
 

@@ -36,7 +36,10 @@ class StreamOptions(Strict):
 
 
 class Common(Strict):
-    """What both kinds of completion may say."""
+    """What both kinds of completion may say.
+
+    kvfold_cache is kvfold's own: tell with each choice what its cache takes.
+    """
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -51,6 +54,7 @@ class Common(Strict):
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: str | None = None
+    kvfold_cache: bool | None = None
 
 
 class TextPart(Strict):

@@ -35,6 +35,17 @@ def test_tasks_are_made_in_order_from_the_settings(made):
     assert registry.task_names() == ("a", "b", "gone")
 
 
+def test_a_task_may_have_a_limit_of_its_own(made):
+    registry.make_tasks(["b", "a"], TaskSettings(data=None, limit=9), {"a": 2})
+    assert [settings.limit for settings in made] == [9, 2]
+
+
+def test_a_limit_of_a_task_that_is_not_asked_is_refused(made):
+    with pytest.raises(EvaluationError, match="one of b"):
+        registry.make_tasks(["a"], TaskSettings(data=None), {"b": 2})
+    assert made == []
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [

@@ -17,6 +17,7 @@ from kvfold.evaluation.tasks.task import Answer
         ({"fraction": 0.01}, [6]),
         ({"limit": 4}, [1, 4, 7, 10]),
         ({"fraction": 0.5, "limit": 100}, [1, 3, 5, 7, 9, 11]),
+        ({"fraction": 0.5, "limit": 4}, [3, 9]),
     ],
 )
 def test_items_are_spread_evenly(settings, expected):

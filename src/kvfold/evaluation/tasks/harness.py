@@ -110,8 +110,8 @@ class HarnessTask:
     def _count(self) -> int:
         """How many items: the first, as `lm_eval --limit` counts them."""
         total = len(self.splits[self.harness.config.test_split])
-        share = math.ceil(total * self.chosen.fraction)
-        return min(total, share, total if self.chosen.limit is None else self.chosen.limit)
+        whole = total if self.chosen.limit is None else min(total, self.chosen.limit)
+        return math.ceil(whole * self.chosen.fraction)
 
     def items(self) -> Sequence[Item]:
         """Prompts with their records. Examples in them depend on an item's place, as in lm-eval."""

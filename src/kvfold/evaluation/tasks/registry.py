@@ -6,6 +6,7 @@ A maker is named by module and attribute. It takes `TaskSettings` and returns th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from types import MappingProxyType
 
@@ -48,10 +49,24 @@ def make_task(name: str, settings: TaskSettings) -> Task:
     return maker(settings)
 
 
-def make_tasks(names: Sequence[str], settings: TaskSettings) -> list[Task]:
-    """All of these tasks, in order; names are checked before any task reads its data."""
+def make_tasks(
+    names: Sequence[str], settings: TaskSettings, limits: Mapping[str, int] | None = None
+) -> list[Task]:
+    """All of these tasks, in order; names are checked before any task reads its data.
+
+    limits: items at most of single tasks, in place of the settings' own limit.
+    """
     check_known(names)
-    return [make_task(name, settings) for name in names]
+    of_one = limits or {}
+    others = sorted(set(of_one) - set(names))
+    if others:
+        raise EvaluationError(
+            f"a limit is of a task that is asked, {', '.join(names)}; got one of "
+            f"{', '.join(others)}; name the task as well, or leave its limit out"
+        )
+    return [
+        make_task(name, replace(settings, limit=of_one.get(name, settings.limit))) for name in names
+    ]
 
 
 def check_known(names: Sequence[str]) -> None:

@@ -17,9 +17,10 @@ QUESTION = "question"
 
 
 def selected(items: Sequence[Some], settings: TaskSettings) -> list[Some]:
-    """The share and number of items that the settings ask for, spread evenly, in order.
+    """The items that the settings ask for, spread evenly, in order.
 
-    At least one. Items are spread so that a part of a grid still has all of its depths and lengths.
+    At least one: the limit's number, and of those the fraction. Items are spread so that a part of
+    a grid still has all of its depths and lengths.
     Raises `EvaluationError` for a fraction or a limit that leaves none.
     """
     if not 0 < settings.fraction <= 1:
@@ -30,10 +31,8 @@ def selected(items: Sequence[Some], settings: TaskSettings) -> list[Some]:
         raise EvaluationError(
             f"limit must be at least 1 item; got {settings.limit}; leave it out for no limit"
         )
-    count = max(1, round(len(items) * settings.fraction))
-    if settings.limit is not None:
-        count = min(count, settings.limit)
-    count = min(count, len(items))
+    whole = len(items) if settings.limit is None else min(len(items), settings.limit)
+    count = max(1, round(whole * settings.fraction))
     return [items[(2 * n + 1) * len(items) // (2 * count)] for n in range(count)]
 
 

@@ -11,10 +11,10 @@ from typing import Any
 class TaskSettings:
     """Settings of one run's tasks.
 
-    data: folder of data sets, None for what comes with kvfold or from the hub. fraction: of each
-    task's items, above 0 and at most 1. limit: items at most. seed: of everything drawn. batch:
-    items in one forward pass. lengths: token counts, for tasks that have some; empty for their
-    own. tokenizer: the model's, for tasks whose items are counted in tokens.
+    data: folder of data sets, None for what comes with kvfold or from the hub. limit: items at
+    most. fraction: of those that the limit leaves, above 0 and at most 1. seed: of everything
+    drawn. batch: items in one forward pass. lengths: token counts, for tasks that have some; empty
+    for their own. tokenizer: the model's, for tasks whose items are counted in tokens.
     """
 
     data: Path | None

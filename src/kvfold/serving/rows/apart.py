@@ -42,6 +42,10 @@ class RowsApart(Rows):
         self.lengths = [self.lengths[place] for place in places]
         self.held = [self.held[place] for place in places]
 
+    def cache_of(self, place: int) -> tuple[Any, list[int]]:
+        """See `Rows`."""
+        return self.held[place], [self.lengths[place]]
+
     def caches(self) -> list[Any]:
         """See `Rows`."""
         return self.held

@@ -38,5 +38,9 @@ class Rows(ABC):
         """Let all rows go but these, which move up in this order."""
 
     @abstractmethod
+    def cache_of(self, place: int) -> tuple[Any, list[int]]:
+        """The cache that holds a row, and the tokens seen by each row that is in it."""
+
+    @abstractmethod
     def caches(self) -> list[Any]:
         """The caches that hold the rows."""

@@ -45,6 +45,10 @@ class RowsTogether(Rows):
         else:
             self.cache = None
 
+    def cache_of(self, place: int) -> tuple[Any, list[int]]:
+        """See `Rows`."""
+        return self.cache, self.lengths
+
     def caches(self) -> list[Any]:
         """See `Rows`."""
         return [] if self.cache is None else [self.cache]

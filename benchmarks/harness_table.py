@@ -1,0 +1,172 @@
+"""Whether the suite tells what lm-eval's own `hf` model tells, and that folding nothing is plain.
+
+SmolLM2-135M answers the first items of LAMBADA, GSM8K and IFEval through the suite, and through
+lm-eval's own model on the same files, one item in a pass: prompts, answers and scores are compared
+item by item. And all tasks are answered by the plain model and with add-ons that fold nothing: the
+preset `identity`, whose slots are exact, and `8x` with a window longer than any prompt.
+
+    python benchmarks/harness_table.py --data DATA
+
+Leaves `harness.json` in `results/harness`, and the run that it is made of in `--work`, where a run
+that was broken off goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvfold.anatomy import anatomy
+from kvfold.evaluation.environment import environment
+from kvfold.evaluation.predictions import Predictions
+from kvfold.evaluation.report import read_json, write_json
+from kvfold.evaluation.suite import Suite, run_suite
+from kvfold.evaluation.tasks.ifeval import without_chance
+from kvfold.evaluation.tasks.registry import make_task
+from kvfold.evaluation.tasks.settings import TaskSettings
+from kvfold.models import load
+from kvfold.presets import preset
+from kvfold.store.addon import AddOn
+
+FILES = {
+    "lambada": ("lambada_openai", {"test": "lambada/lambada_test.jsonl"}),
+    "gsm8k": ("gsm8k", {"test": "gsm8k/test.jsonl", "train": "gsm8k/train.jsonl"}),
+    "ifeval": ("ifeval", {"train": "ifeval/input_data.jsonl"}),
+}
+"""lm-eval's name of each task, and the files of its splits."""
+
+OURS = ("perplexity", "needle", "ruler", "turns", "fidelity")
+SHOTS_SEED = 1234
+"""lm-eval's own default."""
+
+LONGER_THAN_ALL = 65_536
+CLOSE = 1e-3
+"""Nats between log-probabilities of one target that rounding explains."""
+
+
+def by_the_harness(name: str, data: Path, model: Any, tokenizer: Any, limit: int) -> list[Any]:
+    """lm-eval's own samples, by its own model and its own reader of the files."""
+    import lm_eval.tasks
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    task, files = FILES[name]
+    changes = {
+        "task": task,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {split: str(data / f) for split, f in files.items()}},
+    }
+    folder = Path(lm_eval.tasks.__file__).parent / name
+    tasks = TaskManager(include_path=str(folder), include_defaults=False).load(
+        {"group": "compared", "task": [changes]}
+    )
+    tasks["tasks"][task].set_fewshot_seed(SHOTS_SEED)
+    with without_chance():
+        found = evaluate(
+            HFLM(model, tokenizer=tokenizer, batch_size=1), tasks, limit=limit, bootstrap_iters=0
+        )
+    samples: list[Any] = found["samples"][task]
+    return samples
+
+
+def compared(items: Sequence[Any], answers: Sequence[Any], samples: Sequence[Any]) -> Any:
+    """How many of lm-eval's samples have the same prompt, text and scores here."""
+    filters = {sample["filter"] for sample in samples}
+    equal = dict.fromkeys(("prompts", "answers", "scores"), 0)
+    farthest = 0.0
+    for sample in samples:
+        number = sample["doc_id"]
+        answer, said = answers[number], sample["resps"][0][0]
+        equal["prompts"] += items[number]["prompt"] == sample["arguments"][0][0]
+        if "text" in answer.said:
+            equal["answers"] += answer.said["text"] == said
+        else:
+            apart = abs(answer.said["log_probability"] - said[0])
+            farthest = max(farthest, apart)
+            equal["answers"] += answer.said["greedy"] == said[1] and apart < CLOSE
+        equal["scores"] += all(
+            answer.scores[m if len(filters) == 1 else f"{m},{sample['filter']}"] == sample[m]
+            for m in sample["metrics"]
+            if m != "perplexity"
+        )
+    return {"compared": len(samples), **equal, "log_probability_apart": farthest}
+
+
+def same_scores(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[bool, float]:
+    """Whether all that is right or wrong is the same, and how far numbers are apart at most."""
+    right, apart = one.keys() == other.keys(), 0.0
+    for name, value in one.items():
+        if isinstance(value, float):
+            apart = max(apart, abs(value - other[name]))
+        else:
+            right &= value == other[name]
+    return right, apart
+
+
+def folding_nothing(task: str, answers: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Item by item, each subject against the plain model."""
+    plain, *others = answers
+    found: dict[str, Any] = {"task": task, "items": len(answers[plain])}
+    for name in others:
+        pairs = [
+            same_scores(one.scores, other.scores)
+            for one, other in zip(answers[plain], answers[name], strict=True)
+        ]
+        found[name] = {
+            "same": sum(right for right, _ in pairs),
+            "numbers_apart": max(apart for _, apart in pairs),
+        }
+    return found
+
+
+def answers_of(folder: Path, task: Any, subjects: Sequence[str]) -> dict[str, list[Any]]:
+    """What stands in the run folder, by subject."""
+    ids = [item["id"] for item in task.items()]
+    return {name: Predictions(folder, name, task.name, {}, ids, 1).read() for name in subjects}
+
+
+def main() -> None:
+    """Answer, compare and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--lambada", type=int, default=200)
+    parser.add_argument("--gsm8k", type=int, default=12)
+    parser.add_argument("--ifeval", type=int, default=5)
+    parser.add_argument("--own", type=int, default=3, help="items of each of kvfold's own tasks")
+    parser.add_argument("--work", type=Path, default=Path("results/harness/run"))
+    parser.add_argument("--out", type=Path, default=Path("results/harness"))
+    chosen = parser.parse_args()
+    model, tokenizer = load(dtype=torch.float32)
+    shape = anatomy(model)
+    addons = {
+        "identity": AddOn.untrained(model, preset("identity", shape)),
+        "8x, all in the window": AddOn.untrained(
+            model, preset("8x", shape).replace(window=LONGER_THAN_ALL)
+        ),
+    }
+    lines: dict[str, list[Any]] = {"harness": [], "folding_nothing": []}
+    for name in (*FILES, *OURS):
+        limit = getattr(chosen, name) if name in FILES else chosen.own
+        settings = TaskSettings(chosen.data, limit=limit, batch=1, tokenizer=tokenizer)
+        task = make_task(name, settings)
+        folder = chosen.work / name
+        run_suite(Suite(model, tokenizer, addons, [task]), folder)
+        answers = answers_of(folder, task, read_json(folder / "metrics.json")["subjects"])
+        if name in FILES:
+            samples = by_the_harness(name, chosen.data, model, tokenizer, limit)
+            (plain, *_) = answers.values()
+            lines["harness"].append({"task": name, **compared(task.items(), plain, samples)})
+            print(lines["harness"][-1], flush=True)
+        lines["folding_nothing"].append(folding_nothing(name, answers))
+        print(lines["folding_nothing"][-1], flush=True)
+        write_json(chosen.out / "harness.json", {**environment(), **lines})
+
+
+if __name__ == "__main__":
+    main()
