@@ -62,6 +62,10 @@ class EvaluationError(KvfoldError, RuntimeError):
     """A measurement gave something that is not a number, or was asked of nothing."""
 
 
+class PeerError(KvfoldError, RuntimeError):
+    """Another project's method can't be asked: its environment, its worker or its answer."""
+
+
 class ReportError(KvfoldError, OSError):
     """A report can't be written where it was asked for."""
 

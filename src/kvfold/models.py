@@ -89,6 +89,16 @@ def load_tokenizer(name: str | Path = DEFAULT_MODEL) -> Any:
     return _from_pretrained(AutoTokenizer, _folder_of(name))
 
 
+def model_folder(name: str | Path = DEFAULT_MODEL) -> str:
+    """Where another process can load the model from: its folder, or its hub id as it is.
+
+    name: as in `load`, which see for errors; the embedded default is converted if need be.
+    """
+    found = _folder_of(name)
+    path = Path(found).expanduser()
+    return str(path.resolve()) if path.is_dir() else found
+
+
 def base_licence(name: str | Path = DEFAULT_MODEL) -> str | None:
     """The licence of a model's weights as its own card or package says, None where neither does.
 

@@ -17,6 +17,8 @@ class NextTokenTask:
     that folding moves a little.
     """
 
+    not_for_peers: str | None = None
+
     def __init__(self, name: str = "even", items: int = 12, chunk: int = 3, **more: Any) -> None:
         self.name, self.chunk, self.count, self.more = name, chunk, items, more
         self.asked: list[tuple[str, str]] = []

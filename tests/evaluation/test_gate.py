@@ -82,6 +82,13 @@ def test_several_rules_of_a_metric_are_all_checked(checked):
     assert checks[0].to_dict()["limit"] == 0.02
 
 
+def test_a_rule_that_names_nobody_is_not_for_peers(checked, metrics):
+    with_peer = {**metrics, "peers": ["b"]}
+    assert outcome(checked("stated.acc: {min: 0.5}", with_peer)) == {"a": True}
+    named = "stated.acc: {min: 0.5, subjects: [b]}"
+    assert outcome(checked(named, with_peer)) == {"b": False}
+
+
 def test_the_plain_model_alone_can_be_held_to_limits(checked, metrics):
     alone = {**metrics, "subjects": [PLAIN]}
     assert outcome(checked("stated.acc: {min: 0.5}", alone)) == {PLAIN: True}

@@ -14,6 +14,8 @@ from kvfold.cli.evaluate_tasks import (
     FractionOption,
     LimitOption,
     OutOption,
+    PeersEnvOption,
+    PeersOption,
     ReuseOption,
     SomeAddOnsOption,
     SpeedLengthsOption,
@@ -64,12 +66,16 @@ HELP = (
     "prefill is timed; with --prefill full it is measured without skipping.\n\n"
     "With --tasks the model answers whole benchmarks, add-on by add-on, into a run folder: a run "
     "that was broken off goes on where it was, `kvfold report` makes a page of it, and "
-    "--fail-under ends with status 1 where a rule is not kept.\n\n"
+    "--fail-under ends with status 1 where a rule is not kept. --peers asks other projects' "
+    "methods (kvpress, transformers' quantised cache) the same items, in an environment of their "
+    "own that is made once.\n\n"
     "\b\nExamples:\n"
     "kvfold evaluate smollm2-135m --addon my-addon --data test.txt --windows 8 --window 512\n"
     "kvfold evaluate smollm2-135m --addon my-addon --data test.txt --continuation 128\n"
     "kvfold evaluate smollm2-135m --addon my-addon --tasks perplexity,needle --data folder "
-    "--out results/run"
+    "--out results/run\n"
+    "kvfold evaluate smollm2-135m --addon 8x --tasks needle,ruler --data folder "
+    "--peers snapkv=8x,kvzip@4x,quantized-4bit --out results/run"
 )
 
 
@@ -95,6 +101,8 @@ def evaluate_command(
     fraction: FractionOption = 1.0,
     limit: LimitOption = None,
     reuse: ReuseOption = None,
+    peers: PeersOption = None,
+    peers_env: PeersEnvOption = None,
     fail_under: FailUnderOption = None,
     speed_lengths: SpeedLengthsOption = "256,1k",
     windows: Annotated[int, typer.Option(min=1, help="Windows of text.")] = 8,
@@ -178,6 +186,8 @@ def evaluate_command(
                 changes=changes,
                 dtype=dtype,
                 device=device,
+                peers=peers,
+                peers_env=peers_env,
             )
         )
         return

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvfold.cli.options import console, load_addons, load_model, parse_lengths, say_plans
+from kvfold.cli.options import WIDTH, console, load_addons, load_model, parse_lengths, say_plans
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvfold.evaluation.gate import Rule
     from kvfold.evaluation.page.runs import Run
+    from kvfold.evaluation.peers.environment import PeerEnvironment
 
 LENGTHS = "1k,4k,16k"
 TASKS = "perplexity, lambada, gsm8k, ifeval, needle, ruler, ruler-file, recall, turns, fidelity"
@@ -25,7 +26,9 @@ TASKS = "perplexity, lambada, gsm8k, ifeval, needle, ruler, ruler-file, recall, 
 NOT_KEPT = 1
 """Exit status where a rule of --fail-under is not kept; errors end with 2."""
 
-ONLY_WITH_TASKS = ("out", "fraction", "limit", "reuse", "fail_under", "speed_lengths")
+ONLY_WITH_TASKS = (
+    *("out", "fraction", "limit", "reuse", "fail_under", "speed_lengths", "peers", "peers_env"),
+)
 ONLY_WITHOUT = ("windows", "window", "continuation", "history", "speed_history", "plot")
 
 SomeAddOnsOption = Annotated[
@@ -72,6 +75,22 @@ FailUnderOption = Annotated[
         help="Rules such as `lambada.acc: {max_drop: 0.02}`; status 1 if one is not kept.",
     ),
 ]
+PeersOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,NAME",
+        help="Other projects' methods to ask as well (--tasks): snapkv, expected-attention, kvzip "
+        "and streaming-llm as @4x (4 times smaller) or =ADDON (the bytes of that add-on); "
+        "quantized-4bit, quantized-2bit; plain, plain-bf16, plain-fp32.",
+    ),
+]
+PeersEnvOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Python environment of the peers, made there once; by default in kvfold's cache.",
+    ),
+]
 SpeedLengthsOption = Annotated[
     str,
     typer.Option(metavar="N,N", help="Tokens of the prompts that are timed (--tasks)."),
@@ -102,6 +121,8 @@ class SuiteOptions:
     changes: Mapping[str, Any]
     dtype: str | None
     device: str | None
+    peers: str | None = None
+    peers_env: Path | None = None
 
     def config(self) -> dict[str, Any]:
         """What `run.json` says of the command line."""
@@ -116,6 +137,7 @@ class SuiteOptions:
             "lengths": self.lengths,
             "batch": self.batch,
             "plan_changes": changes,
+            **({} if self.peers is None else {"peers": _names(self.peers)}),
         }
 
 
@@ -144,6 +166,8 @@ def evaluate_tasks(options: SuiteOptions) -> None:
     from kvfold.evaluation.cost import CostSettings, write_cost
     from kvfold.evaluation.page.runs import read_run
     from kvfold.evaluation.page.table import cost_tables, figures_table
+    from kvfold.evaluation.peers.peer import Peer, make_peers
+    from kvfold.evaluation.peers.spec import check_likes, parse_peers
     from kvfold.evaluation.suite import Suite, run_suite
     from kvfold.evaluation.tasks.registry import check_known, make_tasks
 
@@ -158,29 +182,37 @@ def evaluate_tasks(options: SuiteOptions) -> None:
         lengths=parse_lengths(options.lengths or LENGTHS),
         speed_lengths=() if options.speed_lengths is None else parse_lengths(options.speed_lengths),
     )
+    if options.peers_env is not None and options.peers is None:
+        raise typer.BadParameter("--peers-env is where --peers run; name some peers, or leave it")
+    specs = () if options.peers is None else parse_peers(options.peers)
     screen = console()
+    environment = _environment(screen, options.peers_env) if specs else None
     model, tokenizer = load_model(options.model, options.dtype, options.device)
     candidates = {
         name: with_plan(found, **options.changes)
         for name, found in load_addons(options.addons, model).items()
     }
+    peers: dict[str, Peer] = {}
+    if environment is not None:
+        check_likes(specs, list(candidates))
+        peers = make_peers(specs, environment, options.model, model, candidates)
     tasks = make_tasks(_names(options.tasks), _settings(options, limit, tokenizer), limits)
     say_plans(screen, model, candidates)
-    suite = Suite(model, tokenizer, candidates, tasks, options.seed, options.config())
+    suite = Suite(model, tokenizer, candidates, tasks, options.seed, options.config(), peers)
     with _bar(screen) as watcher:
         run_suite(suite, options.out, reuse=options.reuse, watcher=watcher)
         write_cost(
-            options.out,
-            model,
-            candidates,
-            costs,
+            *(options.out, model, candidates, costs),
             seed=options.seed,
+            peers=peers,
             on_progress=watcher.measures,
             described_model=suite.described,
         )
     run = read_run(options.out)
     for table in (figures_table(run), *cost_tables(run)):
         screen.print(table)
+    for note in run.notes:
+        screen.print(f"- {note}", style="dim", highlight=False, markup=False)
     _write(screen, run, options.json_file)
     screen.print(f"Run: {options.out}", highlight=False, markup=False)
     hold_against(screen, rules, [run])
@@ -234,6 +266,17 @@ def _bar(screen: Console) -> Iterator[_BarWatcher]:
 
     with progress_bar(shown=True, unit="items") as (bar, shown):
         yield _BarWatcher(screen, bar, shown)
+
+
+def _environment(screen: Console, folder: Path | None) -> PeerEnvironment:
+    """The peers' environment; what pip says is shown while it works."""
+    from kvfold.evaluation.peers.environment import peer_environment
+
+    with screen.status("Looking into the peers' environment") as status:
+        found = peer_environment(folder, lambda line: status.update(_unmarked(line[:WIDTH])))
+    told = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    screen.print(f"Peers run with {told}", style="dim", highlight=False, markup=False)
+    return found
 
 
 def _unmarked(text: str) -> str:

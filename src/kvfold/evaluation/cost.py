@@ -2,13 +2,14 @@
 
 Bytes follow from plan and model and are the same in every run. Times and peaks are measured, in
 turns (plain, first add-on, second, ...) and so on, and differ a little each time: that is why all
-this lies in a file of its own, beside the figures of quality.
+this lies in a file of its own, beside the figures of quality. The bytes of other projects' methods
+are measured on caches of each length; they are not timed, since they run in other processes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torch import Tensor
 from kvfold.anatomy import anatomy
 from kvfold.evaluation.configuration import describe_addon, describe_model, digest
 from kvfold.evaluation.environment import environment
-from kvfold.evaluation.memory import memory_at
+from kvfold.evaluation.memory import Memory, memory_at
+from kvfold.evaluation.peers.peer import Peer
 from kvfold.evaluation.report import read_json, write_json
 from kvfold.evaluation.runner import PLAIN, as_picked, check_names, layers_by_residency
 from kvfold.evaluation.speed import Speed, SpeedSettings, measure_speed
@@ -46,12 +48,14 @@ def cost_of(
     settings: CostSettings,
     *,
     seed: int = 0,
+    peers: Mapping[str, Peer] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Cost of every subject as plain data, the plain model's first.
 
     seed: of the ids that prompts are made of. on_progress is told what is measured next.
     """
+    tell = on_progress or (lambda _: None)
     check_names(candidates, (*settings.lengths, *settings.speed_lengths))
     shape = anatomy(model)
     subjects: dict[str, dict[str, Any]] = {}
@@ -61,17 +65,13 @@ def cost_of(
             with attach(model, addon) as attachment:
                 resident = layers_by_residency(attachment)
         plan = None if addon is None else as_picked(addon.plan, resident)
-        memory = memory_at(plan, shape, settings.lengths)
-        subjects[name] = {
-            "addon_bytes": memory[0].addon_bytes if memory else 0,
-            "resident": resident,
-            "memory": [{**asdict(entry), **entry.derived()} for entry in memory],
-            "speed": [],
-        }
+        subjects[name] = _sizes(memory_at(plan, shape, settings.lengths), resident)
+    for name, peer in (peers or {}).items():
+        tell(f"bytes of {name}")
+        subjects[name] = _sizes(peer.memory(settings.lengths, seed), {})
     generator = torch.Generator().manual_seed(seed)
     for length in settings.speed_lengths:
-        if on_progress is not None:
-            on_progress(f"speed at {length:,} tokens")
+        tell(f"speed at {length:,} tokens")
         size = (1, length + settings.decode_tokens)
         ids = torch.randint(shape.vocab_size, size, generator=generator)
         for name, speed in _speeds(model, candidates, ids, length, settings).items():
@@ -86,6 +86,7 @@ def write_cost(
     settings: CostSettings,
     *,
     seed: int = 0,
+    peers: Mapping[str, Peer] | None = None,
     on_progress: Callable[[str], None] | None = None,
     described_model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -98,15 +99,27 @@ def write_cost(
     machine = environment()["machine"]
     plain = describe_model(model, None) if described_model is None else described_model
     asked = [{**plain, "tokenizer": None}, described, asdict(settings), seed, machine]
+    if peers:
+        asked.append({name: peer.describe() for name, peer in peers.items()})
     key = digest(json.loads(json.dumps(asked)))
     if path.exists():
         before = read_json(path)
         if before.get("digest") == key:
             return before
-    made = cost_of(model, candidates, settings, seed=seed, on_progress=on_progress)
+    made = cost_of(model, candidates, settings, seed=seed, peers=peers, on_progress=on_progress)
     data = {"digest": key, "machine": machine, **made}
     write_json(path, data)
     return read_json(path)
+
+
+def _sizes(memory: Sequence[Memory], resident: dict[str, int]) -> dict[str, Any]:
+    """A subject's entry, without times."""
+    return {
+        "addon_bytes": memory[0].addon_bytes if memory else 0,
+        "resident": resident,
+        "memory": [{**asdict(entry), **entry.derived()} for entry in memory],
+        "speed": [],
+    }
 
 
 def _speeds(

@@ -7,8 +7,8 @@
 `max_drop` and `max_rise` are from the plain model, on the same items: of an accuracy in its own
 points (0.02 is from 60% to 58%), of any other figure as a fraction of the plain model's (0.03 is
 three percent). `min` and `max` are limits of the figure itself. A metric may have several rules,
-as a list. Rules hold for all subjects but the plain model unless they name some. What can't be
-checked is an error and never passes.
+as a list. Rules hold for all subjects but the plain model and other projects' methods unless they
+name some. What can't be checked is an error and never passes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Rule:
-    """One bound. metric: as `task.metric`. subjects: None for all but the plain model."""
+    """One bound. metric: as `task.metric`. subjects: None for all add-ons."""
 
     metric: str
     bound: str
@@ -141,7 +141,8 @@ def _limit(where: str, bound: str, limit: Any) -> float:
 def _subjects(rule: Rule, metrics: Mapping[str, Any]) -> Sequence[str]:
     every, plain = list(metrics["subjects"]), metrics["plain"]
     if rule.subjects is None:
-        return [name for name in every if name != plain] or [plain]
+        others = {plain, *metrics.get("peers", ())}
+        return [name for name in every if name not in others] or [plain]
     unknown = [name for name in rule.subjects if name not in every]
     if unknown:
         raise EvaluationError(

@@ -23,10 +23,16 @@ def write_run_file(
     tasks: Mapping[str, Any],
     subjects: Sequence[str],
     seed: int,
+    peers: Mapping[str, Any],
 ) -> None:
-    """Write `run.json`, with the earlier starts of a run of the same configuration."""
+    """Write `run.json`, with the earlier starts of a run of the same configuration.
+
+    peers: descriptions by name, none for a run without them.
+    """
     path = folder / RUN_FILE
     asked = {"seed": seed, "subjects": list(subjects), "model": dict(model), "tasks": dict(tasks)}
+    if peers:
+        asked["peers"] = dict(peers)
     key = digest(asked)
     here = environment()
     before = read_json(path) if path.exists() else {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from kvfold.errors import EvaluationError, ReportError
 from kvfold.evaluation.configuration import describe_addon, describe_model, describe_task
 from kvfold.evaluation.metrics import FORMAT, task_figures
+from kvfold.evaluation.peers.peer import Peer
 from kvfold.evaluation.predictions import Predictions, finished
 from kvfold.evaluation.report import write_json
 from kvfold.evaluation.run_file import write_run_file
@@ -61,7 +62,7 @@ class Suite:
 
     candidates: add-ons by name; the plain model comes first without being named. seed: of what
     answering and resampling draw; tasks have their own in their settings. config: what the caller
-    chose, for `run.json` only.
+    chose, for `run.json` only. peers: other projects' methods by name, asked last.
     """
 
     model: Any
@@ -70,9 +71,16 @@ class Suite:
     tasks: Sequence[Task]
     seed: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
+    peers: Mapping[str, Peer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_names(self.candidates, ())
+        both = sorted(set(self.candidates) & set(self.peers))
+        if both:
+            raise EvaluationError(
+                f"subjects must have different names; {', '.join(both)} is an add-on and a peer; "
+                "rename the add-on's folder"
+            )
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names) or not names:
             raise EvaluationError(f"a suite needs tasks, each once; got {names}")
@@ -88,9 +96,21 @@ class Suite:
         return describe_model(self.model, self.tokenizer)
 
     @property
-    def subjects(self) -> dict[str, AddOnLike | None]:
-        """All by name, the plain model first."""
-        return {PLAIN: None, **self.candidates}
+    def subjects(self) -> list[str]:
+        """All names, the plain model's first."""
+        return [PLAIN, *self.candidates, *self.peers]
+
+    def describe(self, subject: str) -> dict[str, Any]:
+        """What a subject's answers depend on beside the model."""
+        if subject in self.peers:
+            return {"addon": None, "peer": self.peers[subject].describe()}
+        return {"addon": describe_addon(self.candidates.get(subject))}
+
+    def unanswered(self) -> dict[str, dict[str, str]]:
+        """By peer and task, why a peer is not asked."""
+        why = {task.name: task.not_for_peers for task in self.tasks} if self.peers else {}
+        reasons = {name: reason for name, reason in why.items() if reason is not None}
+        return {name: dict(reasons) for name in self.peers} if reasons else {}
 
 
 def run_suite(
@@ -112,12 +132,15 @@ def run_suite(
         items = {task.name: _items(task) for task in suite.tasks}
         model = suite.described
         tasks = {task.name: describe_task(task, suite.seed) for task in suite.tasks}
-        write_run_file(folder, suite.config, model, tasks, list(suite.subjects), suite.seed)
+        peers = {name: peer.describe() for name, peer in suite.peers.items()}
+        subjects = suite.subjects
+        write_run_file(folder, suite.config, model, tasks, subjects, suite.seed, peers)
         (folder / METRICS_FILE).unlink(missing_ok=True)  # of an earlier run, till this one is done
         elsewhere = finished(reuse) if reuse is not None else {}
         answers: dict[str, dict[str, list[Answer]]] = {name: {} for name in items}
-        for name, addon in suite.subjects.items():
-            described = {"model": model, "addon": describe_addon(addon)}
+        unanswered = suite.unanswered()
+        for name in subjects:
+            described = {"model": model, **suite.describe(name)}
             pairs = {
                 task.name: Predictions(
                     folder,
@@ -128,55 +151,59 @@ def run_suite(
                     task.chunk,
                 )
                 for task in suite.tasks
+                if task.name not in unanswered.get(name, {})
             }
-            _answer_all(suite, name, addon, items, pairs, elsewhere, told)
+            _answer_all(suite, name, items, pairs, elsewhere, told)
             for task_name, pair in pairs.items():
                 answers[task_name][name] = pair.read()
-        data = figures_data(suite.tasks, tasks, answers, suite.seed)
+        data = figures_data(suite, tasks, answers)
         write_json(folder / METRICS_FILE, data)
         return data
 
 
 def figures_data(
-    tasks: Sequence[Task],
+    suite: Suite,
     described: Mapping[str, Mapping[str, Any]],
     answers: Mapping[str, Mapping[str, Sequence[Answer]]],
-    seed: int,
 ) -> dict[str, Any]:
-    """All figures as plain data for JSON, made of answers by task and subject."""
-    subjects = list(next(iter(answers.values())))
-    results: dict[str, dict[str, Any]] = {name: {} for name in subjects}
-    for task in tasks:
-        for name, figures in task_figures(task, answers[task.name], seed=seed).items():
+    """All figures as plain data for JSON, made of answers by task and subject.
+
+    described: tasks by name.
+    """
+    results: dict[str, dict[str, Any]] = {name: {} for name in suite.subjects}
+    for task in suite.tasks:
+        for name, figures in task_figures(task, answers[task.name], seed=suite.seed).items():
             results[name][task.name] = {key: value.to_dict() for key, value in figures.items()}
-    return {
+    data = {
         "format": FORMAT,
-        "seed": seed,
+        "seed": suite.seed,
         "plain": PLAIN,
-        "subjects": subjects,
+        "subjects": suite.subjects,
         "tasks": {
             task.name: {
                 "items": len(answers[task.name][PLAIN]),
                 "settings": described[task.name]["settings"],
             }
-            for task in tasks
+            for task in suite.tasks
         },
         "results": results,
     }
+    if suite.peers:
+        data |= {"peers": list(suite.peers), "unanswered": suite.unanswered()}
+    return data
 
 
 def _answer_all(
     suite: Suite,
     name: str,
-    addon: AddOnLike | None,
     items: Mapping[str, Sequence[Item]],
     pairs: Mapping[str, Predictions],
     elsewhere: Mapping[str, Path],
     told: Watcher,
 ) -> None:
-    """One subject's answers to all tasks; the add-on is only attached if any are wanting."""
+    """One subject's answers to its tasks; it is only made ready if any are wanting."""
     wanting: list[tuple[Task, int]] = []
-    for task in suite.tasks:
+    for task in (task for task in suite.tasks if task.name in pairs):
         done, said = pairs[task.name].open(elsewhere)
         if said is not None:
             told.say(said)
@@ -185,7 +212,7 @@ def _answer_all(
             wanting.append((task, done))
     if not wanting:
         return
-    with _subject(suite, name, addon) as subject:
+    with _subject(suite, name, told) as subject:
         for task, done in wanting:
             _answer(subject, task, items[task.name], done, pairs[task.name], suite.seed, told)
 
@@ -219,11 +246,13 @@ def _chunk_seed(seed: int, task: str, start: int) -> int:
 
 
 @contextmanager
-def _subject(suite: Suite, name: str, addon: AddOnLike | None) -> Iterator[Subject]:
-    if addon is None:
-        yield Subject(name, suite.model, suite.tokenizer)
+def _subject(suite: Suite, name: str, told: Watcher) -> Iterator[Subject]:
+    if name in suite.peers:
+        with suite.peers[name].open(suite.model, told.say) as peer:
+            yield Subject(name, peer, suite.tokenizer, peer=peer)
         return
-    with attach(suite.model, addon):
+    addon = suite.candidates.get(name)
+    with nullcontext() if addon is None else attach(suite.model, addon):
         yield Subject(name, suite.model, suite.tokenizer, addon)
 
 

@@ -325,7 +325,7 @@ def recall_prompt(
     Raises `ValueError` if no attempt at a document has such a fact there.
     """
     start, stop = fact_within or (0, length)
-    told = length - _QUESTION_WORDS[kind]
+    told = length - QUESTION_WORDS[kind]
     for attempt in range(MOST_ATTEMPTS):
         document = Document(f"{seed}/{kind}/{attempt}")
         r = document.random
@@ -345,7 +345,8 @@ def recall_prompt(
     raise ValueError(f"no fact of kind {kind} fits into {start} to {stop} of {length} words")
 
 
-_QUESTION_WORDS: dict[RecallKind, int] = {"value": 4, "copy": 5, "first": 6, "last": 6}
+QUESTION_WORDS: dict[RecallKind, int] = {"value": 4, "copy": 5, "first": 6, "last": 6}
+"""How many words at the end of a prompt are its question."""
 
 
 def _state_any(document: Document) -> None:

@@ -25,12 +25,18 @@ def _run(run: Run) -> str:
             stored = sizes[1][name]
             row += [bytes_text(stored), f"{sizes[1][run.plain] / max(1, stored):.2f}x"]
         for task, metric in run.headlines():
-            figure = run.figures(task, metric)[name]
+            figure = run.figures(task, metric).get(name)
+            if figure is None:
+                row.append("–")
+                continue
             parts = [value_text(figure), f"[{interval_text(figure)}]", difference_text(figure)]
             row.append("<br>".join(_escaped(part) for part in parts if part not in ("", "[]")))
         rows.append(row)
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f"### {_escaped(run.title)}\n\n{table}\n\n{_source(run, sizes[0] if sizes else None)}"
+    parts = [f"### {_escaped(run.title)}", table, _source(run, sizes[0] if sizes else None)]
+    if run.notes:
+        parts.append("\n".join(f"- {_escaped(note)}" for note in run.notes))
+    return "\n\n".join(parts)
 
 
 def _source(run: Run, tokens: int | None) -> str:

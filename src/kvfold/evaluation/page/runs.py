@@ -12,6 +12,7 @@ from typing import Any
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.cost import COST_FILE
 from kvfold.evaluation.metrics import FORMAT
+from kvfold.evaluation.peers.peer import NOTES
 from kvfold.evaluation.predictions import PREDICTIONS, safe_name
 from kvfold.evaluation.report import read_json
 from kvfold.evaluation.run_file import RUN_FILE
@@ -114,8 +115,22 @@ class Run:
         stored = {name: float(entry["stored_bytes"]) for name, entry in at.items()}
         return int(at[self.plain]["tokens"]), stored
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What can't be compared, where other projects' methods are among the subjects."""
+        if not self.metrics.get("peers"):
+            return ()
+        unasked = (
+            f"{name} was not asked {task}: {reason}."
+            for name, tasks in self.metrics["unanswered"].items()
+            for task, reason in tasks.items()
+        )
+        return (*NOTES, *unasked)
+
     def _all_have(self, task: str, metric: str) -> bool:
-        return len(self.figures(task, metric)) == len(self.subjects)
+        """Whether every subject that was asked the task has this figure."""
+        results = self.metrics["results"]
+        return all(metric in results[name][task] for name in self.subjects if task in results[name])
 
 
 def read_run(folder: Path) -> Run:

@@ -9,14 +9,15 @@ in the run as it is, with the errors of all layers below. `first_divergence` is 
 tokens after the prompt are the plain model's, before the first that is not.
 
 The plain model runs beside the subject: the add-on is taken off for that, and put on again. Its
-runs are kept for the next subject on the same model.
+runs are kept for the next subject on the same model. Another project's method is compared with the
+same plain runs; its final hidden states get the logits that this process' head makes of them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,7 @@ from kvfold.evaluation.chunks import logit_chunks
 from kvfold.evaluation.continuation import CHUNK, continued
 from kvfold.evaluation.fidelity import Fidelity
 from kvfold.evaluation.greedy import read, speak
+from kvfold.evaluation.peers.model import HIDDEN, PeerModel
 from kvfold.evaluation.tasks.selection import SelectedItems, in_batches, mean
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
@@ -98,7 +100,9 @@ class FidelityTask(SelectedItems):
         def answer(alike: Sequence[Item]) -> list[Answer]:
             plain = self._plain_runs(subject, alike)
             own = plain
-            if attachment_of(subject.model) is not None:
+            if subject.peer is not None:
+                own = _peer_runs(subject.peer, alike, self.chosen)
+            elif attachment_of(subject.model) is not None:
                 own = _runs(subject.model, alike, self.chosen)
             return [_answer(*each, subject) for each in zip(alike, own, plain, strict=True)]
 
@@ -114,12 +118,13 @@ class FidelityTask(SelectedItems):
 
     def _plain_runs(self, subject: Subject, alike: Sequence[Item]) -> list[_Run]:
         """The plain model's runs, made where they are not known yet."""
-        known = self._plain.setdefault(subject.model, {})
+        model = subject.local
+        known = self._plain.setdefault(model, {})
         missing = [item for item in alike if item["id"] not in known]
         if missing:
-            attachment = attachment_of(subject.model)
+            attachment = attachment_of(model)
             with nullcontext() if attachment is None else attachment.suspended():
-                made = _runs(subject.model, missing, self.chosen)
+                made = _runs(model, missing, self.chosen)
             known.update(zip([item["id"] for item in missing], made, strict=True))
         return [known[item["id"]] for item in alike]
 
@@ -131,16 +136,33 @@ def make(settings: TaskSettings) -> FidelityTask:
     return FidelityTask(chosen, text_windows(settings, counts), settings)
 
 
-@torch.no_grad()
 def _runs(model: Any, alike: Sequence[Item], chosen: FidelitySettings) -> list[_Run]:
     """The model as it is now, on windows of one length."""
-    ids = torch.tensor([item["ids"] for item in alike]).to(model.device)
-    count = min(chosen.continuation, ids.shape[1] // 2)
     attachment = attachment_of(model)
     chunk = CHUNK
     if attachment is not None and attachment.plan.prefill == "skip":
         chunk = min(CHUNK, attachment.plan.replay)
-    with _last_columns(model, count + 1) as taken:
+    return _continued_runs(model, alike, chosen, chunk, _last_columns)
+
+
+def _peer_runs(peer: PeerModel, alike: Sequence[Item], chosen: FidelitySettings) -> list[_Run]:
+    return _continued_runs(
+        peer, alike, chosen, CHUNK, lambda model, count: model.last_columns(count)
+    )
+
+
+@torch.no_grad()
+def _continued_runs(
+    model: Any,
+    alike: Sequence[Item],
+    chosen: FidelitySettings,
+    chunk: int,
+    last_columns: Callable[[Any, int], AbstractContextManager[dict[int, Tensor]]],
+) -> list[_Run]:
+    """chunk: tokens in one forward. last_columns: as `_last_columns`, for this kind of model."""
+    ids = torch.tensor([item["ids"] for item in alike]).to(model.device)
+    count = min(chosen.continuation, ids.shape[1] // 2)
+    with last_columns(model, count + 1) as taken:
         scores, cache = read(model, ids[:, :-count])
         text_cache = copy.deepcopy(cache)
         for _ in continued(model, ids[:, -count:], cache, chunk=chunk):
@@ -151,10 +173,6 @@ def _runs(model: Any, alike: Sequence[Item], chosen: FidelitySettings) -> list[_
         _Run(hidden[row], {layer: each[row] for layer, each in taken.items()}, text[row])
         for row in range(len(alike))
     ]
-
-
-HIDDEN = -1
-"""Key of the final hidden states among the layers'."""
 
 
 @contextmanager
@@ -186,7 +204,7 @@ def _last_columns(model: Any, count: int) -> Iterator[dict[int, Tensor]]:
 
 
 def _answer(item: Item, own: _Run, plain: _Run, subject: Subject) -> Answer:
-    model = subject.model
+    model = subject.local
     ids = torch.tensor([item["ids"][-len(own.hidden) :]], device=model.device)
     measure = Fidelity()
     hidden, base = (run.hidden[None].to(model.device) for run in (own, plain))

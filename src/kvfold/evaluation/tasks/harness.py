@@ -55,6 +55,7 @@ class HarnessTask:
     chunk: int
     chat_template: bool = False
     max_gen_toks: int | None = None
+    not_for_peers: str | None = None
     scoring: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
     def __post_init__(self) -> None:
@@ -136,9 +137,7 @@ class HarnessTask:
 
     def answers(self, subject: Subject, items: Sequence[Item]) -> Sequence[Answer]:
         """What lm-eval's requests and scorers make of the model on these items."""
-        from kvfold.evaluation.tasks.harness_model import KvfoldLM
-
-        model = KvfoldLM(subject.model, tokenizer=subject.tokenizer, batch_size=self.chosen.batch)
+        model = self._model(subject, items)
         requests = [
             self.harness.construct_requests(
                 doc=item["doc"], ctx=item["prompt"], metadata=(self.task, int(item["id"]), 1)
@@ -150,6 +149,24 @@ class HarnessTask:
             request.resps.append(said)
         with self.scoring():
             return self._judged(items, requests)
+
+    def _model(self, subject: Subject, items: Sequence[Item]) -> Any:
+        """The subject as lm-eval sees it."""
+        from kvfold.evaluation.tasks.harness_model import KvfoldLM
+        from kvfold.evaluation.tasks.harness_peer import PeerLM
+
+        if subject.peer is None:
+            return KvfoldLM(
+                subject.model, tokenizer=subject.tokenizer, batch_size=self.chosen.batch
+            )
+        questions = {item["prompt"]: self._question(item) for item in items}
+        return PeerLM(subject.peer, subject.tokenizer, questions)
+
+    def _question(self, item: Item) -> str:
+        """The end of a prompt that asks; empty where nothing stands before it, as examples do."""
+        asked = self.harness.doc_to_text(item["doc"])
+        shots = item["prompt"].removesuffix(asked) if isinstance(asked, str) else ""
+        return asked if shots.strip() and shots != item["prompt"] else ""
 
     def _judged(self, items: Sequence[Item], requests: list[Any]) -> list[Answer]:
         # The harness has no other way to filter answers than as those of all its requests.

@@ -19,7 +19,13 @@ from torch import Tensor
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.greedy import begins_with, says
 from kvfold.evaluation.tasks.files import DataFile, data_file
-from kvfold.evaluation.tasks.selection import SelectedItems, in_batches, means_by
+from kvfold.evaluation.tasks.selection import (
+    QUESTION,
+    SelectedItems,
+    in_batches,
+    means_by,
+    questions,
+)
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
 from kvfold.evaluation.tasks.texts import file_tokens, require_length, require_tokenizer
@@ -32,11 +38,15 @@ NEW_TOKENS = 8
 
 @dataclass(frozen=True)
 class Needle:
-    """One prompt. ids: (tokens,); answer: the digits; depth: of the needle, from 0 to 1."""
+    """One prompt. ids: (tokens,); answer: the digits; depth: of the needle, from 0 to 1.
+
+    question: how many of the last tokens are.
+    """
 
     ids: Tensor
     answer: str
     depth: float
+    question: int = 1
 
 
 def needles(
@@ -90,7 +100,7 @@ def _needle(
         )
     start = draw.randrange(len(hay) - room + 1)
     text, at = hay[start : start + room], round(depth * room)
-    return Needle(torch.tensor([*text[:at], *inner, *text[at:], *end]), answer, depth)
+    return Needle(torch.tensor([*text[:at], *inner, *text[at:], *end]), answer, depth, len(end))
 
 
 def find_needles(
@@ -146,6 +156,7 @@ class NeedleTask(SelectedItems):
                     "depth": needle.depth,
                     "answer": needle.answer,
                     "ids": needle.ids.tolist(),
+                    QUESTION: needle.question,
                 }
                 for number, needle in enumerate(made)
             ]
@@ -157,7 +168,8 @@ class NeedleTask(SelectedItems):
 
         def answer(alike: Sequence[Item]) -> list[Answer]:
             prompts = [item["ids"] for item in alike]
-            told = says(subject.model, prompts, subject.tokenizer, NEW_TOKENS)
+            model = subject.asked(questions(alike))
+            told = says(model, prompts, subject.tokenizer, NEW_TOKENS)
             return [_answer(item, text) for item, text in zip(alike, told, strict=True)]
 
         return in_batches(items, self.batch, lambda item: item["length"], answer)

@@ -4,9 +4,9 @@ Each window's last `continuation` tokens are scored on their own: what the cache
 tokens before is what they are told by. A folded prompt or a plain one is scored in one pass, and
 all of its tokens with them (`loss`): there a token sees what it would see if it came alone. Where a
 prompt has no logits of its own (`prefill: skip`), or exact ones that feel nothing of the folding
-(`prefill_attention: exact`), only `continuation_loss` exists, and the continuation is fed to the
-cache that the prompt has left. So compare `continuation_loss` between any two subjects, and `loss`
-between those that have it.
+(`prefill_attention: exact`, and other projects' methods), only `continuation_loss` exists, and the
+continuation is fed to the cache that the prompt has left. So compare `continuation_loss` between
+any two subjects, and `loss` between those that have it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class PerplexityTask(SelectedItems):
         def answer(alike: Sequence[Item]) -> list[Answer]:
             ids = torch.tensor([self._ids(item) for item in alike]).to(subject.model.device)
             continued = min(self.chosen.continuation, ids.shape[1] // 2)
-            losses = {name: each.tolist() for name, each in _losses(subject, ids, continued)}
+            measure = _losses if subject.peer is None else _continuation_loss
+            losses = {name: each.tolist() for name, each in measure(subject, ids, continued)}
             return [
                 _answer(item, subject, {name: each[row] for name, each in losses.items()})
                 for row, item in enumerate(alike)
@@ -156,8 +157,7 @@ def _losses(subject: Subject, ids: Tensor, continued: int) -> Iterable[tuple[str
     prompt = ids.shape[1] - continued
     if plan is not None and (plan.prefill == "skip" or plan.prefill_attention == "exact"):
         chunk = min(CHUNK, plan.replay) if plan.prefill == "skip" else CHUNK
-        pieces = continuation_logits(subject.model, ids, prompt, chunk=chunk)
-        return [("continuation_loss", summed_loss(pieces, ids[:, prompt:]) / continued)]
+        return _continuation_loss(subject, ids, continued, chunk)
     decoder = text_decoder(subject.model)
     hidden = decoder(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     before = _told(subject.model, hidden[:, : prompt - 1], ids[:, 1:prompt])
@@ -166,6 +166,15 @@ def _losses(subject: Subject, ids: Tensor, continued: int) -> Iterable[tuple[str
         ("loss", (before + after) / (ids.shape[1] - 1)),
         ("continuation_loss", after / continued),
     ]
+
+
+def _continuation_loss(
+    subject: Subject, ids: Tensor, continued: int, chunk: int = CHUNK
+) -> Iterable[tuple[str, Tensor]]:
+    """Only of what follows on the cache that the prompt has left."""
+    prompt = ids.shape[1] - continued
+    pieces = continuation_logits(subject.model, ids, prompt, chunk=chunk)
+    return [("continuation_loss", summed_loss(pieces, ids[:, prompt:]) / continued)]
 
 
 def _told(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:

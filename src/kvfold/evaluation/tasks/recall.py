@@ -21,6 +21,7 @@ from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
 from kvfold.evaluation.tasks.texts import require_tokenizer, speaks_tiny_language
 from kvfold.evaluation.tiny_language import (
+    QUESTION_WORDS,
     RECALL_KINDS,
     RecallKind,
     RecallPrompt,
@@ -154,9 +155,9 @@ class RecallTask(SelectedItems):
         """What was answered, and whether it is right; with kind, length and the fact's place."""
 
         def answer(alike: Sequence[Item]) -> list[Answer]:
-            report = recall(
-                subject.model, [_prompt(i) for i in alike], subject.tokenizer, batch=self.batch
-            )
+            model = subject.asked([QUESTION_WORDS[item["kind"]] for item in alike])
+            prompts = [_prompt(item) for item in alike]
+            report = recall(model, prompts, subject.tokenizer, batch=self.batch)
             judged = zip(alike, report.answers, report.right, strict=True)
             return [_answer(item, words, right) for item, words, right in judged]
 

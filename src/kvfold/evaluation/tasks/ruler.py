@@ -23,7 +23,14 @@ from kvfold.evaluation.tasks.ruler_prompts import (
     share_said,
     word_list,
 )
-from kvfold.evaluation.tasks.selection import SelectedItems, in_batches, means_by, selected
+from kvfold.evaluation.tasks.selection import (
+    QUESTION,
+    SelectedItems,
+    in_batches,
+    means_by,
+    questions,
+    selected,
+)
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
 from kvfold.evaluation.tasks.texts import require_tokenizer, speaks_tiny_language
@@ -48,7 +55,8 @@ class RulerSettings:
 class RulerTask(SelectedItems):
     """Prompts that are there already, and what is to be said of them; see the module.
 
-    every: each with id, kind, length (of the group of the report), ids, answers, new_tokens.
+    every: each with id, kind, length (of the group of the report), ids, answers, new_tokens,
+    question.
     """
 
     def __init__(
@@ -66,7 +74,8 @@ class RulerTask(SelectedItems):
 
         def answer(alike: Sequence[Item]) -> list[Answer]:
             prompts, room = [item["ids"] for item in alike], alike[0]["new_tokens"]
-            told = says(subject.model, prompts, subject.tokenizer, room)
+            model = subject.asked(questions(alike))
+            told = says(model, prompts, subject.tokenizer, room)
             return [_answer(item, text) for item, text in zip(alike, told, strict=True)]
 
         def like(item: Item) -> tuple[int, int]:
@@ -103,8 +112,8 @@ def make(settings: TaskSettings) -> RulerTask:
 def make_from_file(settings: TaskSettings) -> RulerTask:
     """The task on a file of RULER's own: `ruler/niah_multikey_3_4096.jsonl`, or the one named.
 
-    Each line is an object with `input` and `outputs`. Raises `EvaluationError` naming a line that
-    is not.
+    Each line is an object with `input`, whose last line is the question, and `outputs`. Raises
+    `EvaluationError` naming a line that is not.
     """
     _require_language(settings)
     file = data_file(settings, FILE)
@@ -118,9 +127,10 @@ def make_from_file(settings: TaskSettings) -> RulerTask:
                 f"outputs must be strings that are not empty; {where} has {answers!r}; correct the "
                 "line"
             )
-        ids, room = (
-            settings.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-            for text in (record["input"], ", ".join(answers))
+        text = record["input"]
+        ids, room, question = (
+            settings.tokenizer(part, add_special_tokens=False, verbose=False).input_ids
+            for part in (text, ", ".join(answers), text[text.rfind("\n") + 1 :])
         )
         every.append(
             {
@@ -130,6 +140,7 @@ def make_from_file(settings: TaskSettings) -> RulerTask:
                 "ids": ids,
                 "answers": answers,
                 "new_tokens": len(room) + SPARE_TOKENS,
+                QUESTION: len(question),
             }
         )
     described = {"file": file.to_dict(), "of_lines": len(records)}

@@ -43,12 +43,13 @@ SPARE_TOKENS = 16
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the strings that a right output has in it."""
+    """Token ids, and the strings that a right output has in it; question: its last tokens."""
 
     kind: str
     ids: list[int]
     answers: tuple[str, ...]
     new_tokens: int
+    question: int
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def ruler_prompt(kind: str, name: str, length: int, words: WordLists, tokenizer:
         filler = _sentences(draw, words)
     ids = _filled(frame, filler, draw, length, tokenizer, kind)
     room = len(_ids(tokenizer, ", ".join(frame.answers))) + SPARE_TOKENS
-    return Prompt(kind, ids, frame.answers, room)
+    return Prompt(kind, ids, frame.answers, room, len(_ids(tokenizer, frame.tail)))
 
 
 def share_said(text: str, answers: Sequence[str]) -> float:

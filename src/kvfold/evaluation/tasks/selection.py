@@ -12,6 +12,8 @@ from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item
 
 Some = TypeVar("Some")
+QUESTION = "question"
+"""Key of an item: how many of its prompt's last tokens are the question, for peers."""
 
 
 def selected(items: Sequence[Some], settings: TaskSettings) -> list[Some]:
@@ -46,6 +48,8 @@ class SelectedItems:
     every: all items, in order. described: what they are made of, for the settings.
     """
 
+    not_for_peers: str | None = None
+
     def __init__(
         self, every: Sequence[Item], described: Mapping[str, Any], of_all: TaskSettings
     ) -> None:
@@ -59,8 +63,11 @@ class SelectedItems:
         return {**self.described, "items": len(asked), "items_sha256": digest(asked)}
 
     def asked(self) -> Sequence[Item]:
-        """What the digest is of: the items, unless they only name what is asked."""
-        return self._items
+        """What the digest is of: the items, unless they only name what is asked.
+
+        Where a prompt's question begins is no part of what is asked.
+        """
+        return [{k: v for k, v in item.items() if k != QUESTION} for item in self._items]
 
     def items(self) -> Sequence[Item]:
         """Every item, in the order of its grid."""
@@ -88,6 +95,11 @@ def in_batches(
             made = answers([items[number] for number in numbers])
             found.update(zip(numbers, made, strict=True))
     return [found[number] for number in range(len(items))]
+
+
+def questions(items: Sequence[Item]) -> list[int]:
+    """How many tokens at the end of each prompt are its question."""
+    return [item[QUESTION] for item in items]
 
 
 def mean(values: Sequence[Any]) -> float:

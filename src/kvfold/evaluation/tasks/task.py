@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvfold.runtime.attach import AddOnLike
+
+if TYPE_CHECKING:
+    from kvfold.evaluation.peers.model import PeerModel
 
 Item = Mapping[str, Any]
 """One thing to do, as plain data; `id`, a string, is unlike every other item's of the task."""
@@ -42,13 +45,28 @@ class Answer:
 class Subject:
     """Who is asked: a model, the add-on that is attached to it, and its tokenizer.
 
-    model: with the add-on attached already. addon: None for the plain model.
+    model: with the add-on attached already. addon: None for the plain model. peer: the model
+    itself where it is another project's, which runs in a process of its own.
     """
 
     name: str
     model: Any
     tokenizer: Any
     addon: AddOnLike | None = None
+    peer: PeerModel | None = None
+
+    def asked(self, questions: Sequence[int]) -> Any:
+        """The model, for prompts whose last tokens are questions about what stands before them.
+
+        questions: how many tokens, of each row. Only peers make a difference of it: they compress
+        a context before they see what is asked of it.
+        """
+        return self.model if self.peer is None else self.peer.asking(questions)
+
+    @property
+    def local(self) -> Any:
+        """The model in this process: for a peer, the plain one."""
+        return self.model if self.peer is None else self.peer.plain
 
 
 class Task(Protocol):
@@ -59,6 +77,9 @@ class Task(Protocol):
 
     chunk: int
     """Items that are answered together: what at most is lost if a run is killed."""
+
+    not_for_peers: str | None
+    """Why other projects' methods are not asked, in words; None if they are."""
 
     def settings(self) -> Mapping[str, Any]:
         """All that the items and scores depend on: counts, seeds, digests of data files."""

@@ -89,6 +89,7 @@ class TurnsTask(SelectedItems):
     """See the module."""
 
     name = "turns"
+    not_for_peers = "kvpress compresses a cache once, after the first prompt, and no later turn"
 
     def __init__(
         self,
