@@ -1,0 +1,396 @@
+"""Folding in a vLLM model: what stands in for its attention, and where codes are made.
+
+Attention modules stay vLLM's own up to the point where they hand queries, keys and values over;
+there a `FoldedAttention` takes them. What codes are made of is noted on the way: an attention's
+projections and its input by a hook on them, hidden states by one on a layer. As soon as a
+pipeline's inputs have come up, its codes are made and written, for all requests of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+
+from kvfold.anatomy import Anatomy, LayerAnatomy
+from kvfold.methods import Pipeline, Source
+from kvfold.runtime.schedule import Schedule
+from kvfold.vllm.attend import ExactRows, KeysValues, Slots, attend, exact_positions
+from kvfold.vllm.owners import PagedStep, RowLayout, RowOwner
+from kvfold.vllm.packed import PackedCode
+from kvfold.vllm.pages import RowSize, fit_pages
+from kvfold.vllm.rotary import SlotRotary
+from kvfold.vllm.settings import Loaded
+
+
+@dataclass(frozen=True)
+class LocalHeads:
+    """Heads of one layer on this device, and how to find them among all."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    first_head: int
+    first_kv_head: int
+
+    @classmethod
+    def of(cls, attention: Any) -> LocalHeads:
+        """Of a vLLM attention module."""
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        return cls(
+            heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            first_head=rank * attention.num_heads,
+            first_kv_head=rank * attention.total_num_kv_heads // size,
+        )
+
+    @property
+    def kv_width(self) -> int:
+        """Values of one token's keys here."""
+        return self.kv_heads * self.head_dim
+
+    def own(self, flat: Tensor) -> Tensor:
+        """All heads' values (n, width) to this device's: (kv_heads, n, head_dim)."""
+        by_head = flat.view(len(flat), -1, self.head_dim)
+        stop = self.first_kv_head + self.kv_heads
+        return by_head[:, self.first_kv_head : stop].transpose(0, 1)
+
+
+@dataclass
+class Code:
+    """One pipeline's code: where its slots are, and who sees them when.
+
+    columns: of a history row. recent_columns: of a recent row, None where nothing is pooled.
+    """
+
+    pipeline: Pipeline
+    packed: PackedCode
+    schedule: Schedule
+    columns: slice
+    recent_columns: slice | None
+    history: RowOwner | None = None
+    recent: RowOwner | None = None
+    made: bool = False
+
+    @property
+    def first_number(self) -> int:
+        """The number among history rows of slot 0: rows are counted from the row's start."""
+        return -(-self.schedule.anchors // self.schedule.group)
+
+
+@dataclass
+class _Layouts:
+    """Columns of each owner's rows, handed out from left to right."""
+
+    widths: dict[str, int] = field(default_factory=dict)
+
+    def take(self, owner: str, width: int) -> slice:
+        start = self.widths.get(owner, 0)
+        self.widths[owner] = start + width
+        return slice(start, start + width)
+
+
+class Folding:
+    """All that folds a model: codes, owners and stand-ins; what a decoder holds as `kvfold`."""
+
+    def __init__(
+        self, decoder: Any, config: Any, loaded: Loaded, vllm_config: Any, prefix: str
+    ) -> None:
+        self.loaded = loaded
+        self.anatomy: Anatomy = loaded.addon.base.anatomy
+        self.dtype: torch.dtype = vllm_config.model_config.dtype
+        self.device = next(decoder.parameters()).device
+        self.modules = vllm_config.compilation_config.static_forward_context
+        self.activations: dict[Source, Tensor] = {}
+        layouts = _Layouts()
+        self.codes = [self._code(p, layouts) for p in loaded.pipelines if p.depth.code_width]
+        self.layers = [
+            self._stand_in(decoder.layers[layer.index].self_attn, layer, layouts)
+            for layer in self.anatomy.layers
+            if layer.kind == "full_attention"
+        ]
+        self.owners = self._owners(layouts, prefix)
+        for code in self.codes:
+            code.history = self.owners[_history(code.pipeline.group)]
+            code.recent = self.owners["recent"] if code.recent_columns is not None else None
+        self.rotary = SlotRotary(config, self.device)
+        self._watch(decoder)
+
+    def _code(self, pipeline: Pipeline, layouts: _Layouts) -> Code:
+        plan, group = self.loaded.plan, pipeline.group
+        packed = PackedCode(pipeline, self.dtype)
+        columns = layouts.take(_history(group), packed.row_bytes)
+        recent = layouts.take("recent", pipeline.record_width) if group > 1 else None
+        return Code(pipeline, packed, Schedule(plan.anchors, plan.window, group), columns, recent)
+
+    def _stand_in(self, attention: Any, layer: LayerAnatomy, layouts: _Layouts) -> FoldedAttention:
+        local = LocalHeads.of(attention)
+        plan = self.loaded.plan
+        folded = layer.index in plan.folded_layers
+        columns = layouts.take("exact" if folded else "whole", 2 * local.kv_width)
+        del self.modules[attention.attn.layer_name]
+        made = FoldedAttention(self, layer, attention, local, columns, folded=folded)
+        attention.attn = made
+        return made
+
+    def _owners(self, layouts: _Layouts, prefix: str) -> dict[str, RowOwner]:
+        plan = self.loaded.plan
+        groups = [plan.group_of(layer) for layer in plan.folded_layers]
+        exact = max((plan.window + group - 1 for group in groups), default=1)
+        pooled = [code.pipeline for code in self.codes if code.recent_columns is not None]
+        recent = max((p.group * (2 if p.overlap else 1) for p in pooled), default=1)
+        made = []
+        for name, width in layouts.widths.items():
+            if name == "exact":
+                row = RowLayout(name, width, self.dtype, window=exact, anchors=plan.anchors)
+            elif name == "recent":
+                row = RowLayout(name, width, self.dtype, window=recent)
+            elif name == "whole":
+                row = RowLayout(name, width, self.dtype)
+            else:
+                row = RowLayout(name, width, torch.uint8, tokens=int(name.split("-")[1]))
+            made.append(row)
+        pages = fit_pages({row.name: RowSize(row.row_bytes, row.tokens) for row in made})
+        return {row.name: RowOwner(row, pages, f"{prefix}.kvfold.{row.name}") for row in made}
+
+    def _watch(self, decoder: Any) -> None:
+        """Note what codes are made of as it comes up."""
+        wanted = {source for code in self.codes for source in code.pipeline.inputs}
+        for layer in sorted({s.layer for s in wanted if s.kind == "hidden"}):
+            decoder.layers[layer].register_forward_pre_hook(
+                _HiddenNote(self, Source("hidden", layer)), with_kwargs=True
+            )
+        for stand_in in self.layers:
+            kinds = {s.kind for s in wanted if s.layer == stand_in.index and s.kind != "hidden"}
+            if kinds:
+                stand_in.attention().qkv_proj.register_forward_hook(
+                    _ProjectionNote(self, stand_in, tuple(sorted(kinds)))
+                )
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self.activations = {}
+        for code in self.codes:
+            code.made = False
+
+    def note(self, source: Source, activation: Tensor) -> None:
+        """Take an activation (tokens, width); make the codes that have waited for it."""
+        self.activations[source] = activation[None]
+        for code in self.codes:
+            if not code.made and all(s in self.activations for s in code.pipeline.inputs):
+                code.made = True
+                self._write_slots(code)
+
+    def _write_slots(self, code: Code) -> None:
+        history = code.history
+        assert history is not None
+        step = history.step
+        if step is None:
+            return
+        records = code.pipeline.records(self.activations)[0, : step.starts[-1]]
+        if code.recent is None:
+            slots = code.pipeline.slots(records[None])[0]
+            places = step.slots[: len(slots)]
+            history.write(places, code.packed.pack(slots), code.columns)
+            return
+        assert code.recent.step is not None
+        places = code.recent.step.slots[: len(records)]
+        code.recent.write(places, records, code.recent_columns)
+        for request, after in enumerate(step.seen):
+            self._write_pooled(code, step, request, after)
+
+    def _write_pooled(self, code: Code, step: PagedStep, request: int, after: int) -> None:
+        """The slots of one request whose last token is in this step."""
+        assert code.history is not None and code.recent is not None
+        schedule, group = code.schedule, code.schedule.group
+        start, stop = step.starts[request], step.starts[request + 1]
+        before = after - (stop - start)
+        numbers = range(schedule.made(before), schedule.made(after))
+        if not numbers:
+            return
+        lead = group if code.pipeline.overlap else 0
+        tokens = torch.arange(group * numbers.start - lead, group * numbers.stop) + schedule.anchors
+        records = code.recent.read(request, tokens.clamp_min(0), code.recent_columns)
+        has_before = None
+        if lead:
+            has_before = torch.arange(numbers.start, numbers.stop)[None] > 0
+        slots = code.pipeline.slots(records[None], has_before)[0]
+        last = schedule.anchors + group * torch.arange(numbers.start + 1, numbers.stop + 1) - 1
+        places = step.slots[start + last - before] // group
+        code.history.write(places, code.packed.pack(slots), code.columns)
+
+    def code_of(self, layer: int) -> Code | None:
+        """The code that a layer reads; None for a dropped history."""
+        return next((code for code in self.codes if layer in code.pipeline.layers), None)
+
+
+def _history(group: int) -> str:
+    return f"history-{group}"
+
+
+class _HiddenNote:
+    """Notes the output of the layers before one, which vLLM carries in two parts."""
+
+    def __init__(self, folding: Folding, source: Source) -> None:
+        self.folding = folding
+        self.source = source
+
+    def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
+        residual = kwargs["residual"] if "residual" in kwargs else args[2]
+        self.folding.note(self.source, hidden if residual is None else hidden + residual)
+
+
+class _ProjectionNote:
+    """Notes an attention's keys and values, before norm and RoPE, and its input."""
+
+    def __init__(self, folding: Folding, stand_in: FoldedAttention, kinds: Sequence[Any]) -> None:
+        self.folding = folding
+        self.stand_in = stand_in
+        self.kinds = kinds
+
+    def __call__(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
+        width, layer = self.stand_in.local.kv_width, self.stand_in.index
+        projected = output[0]
+        found = {
+            "inputs": args[0],
+            "keys": projected[..., -2 * width : -width],
+            "values": projected[..., -width:],
+        }
+        for kind in self.kinds:
+            part = found[kind]
+            self.folding.note(
+                Source(kind, layer), part if kind == "inputs" else self.stand_in.gathered(part)
+            )
+
+
+class FoldedAttention(nn.Module):
+    """What a layer's queries, keys and values are handed to in place of vLLM's attention.
+
+    folded: whether the plan names the layer; others see all tokens, from rows of their own.
+    """
+
+    def __init__(
+        self,
+        folding: Folding,
+        layer: LayerAnatomy,
+        attention: Any,
+        local: LocalHeads,
+        columns: slice,
+        *,
+        folded: bool,
+    ) -> None:
+        super().__init__()
+        self.index = layer.index
+        self.local = local
+        self.columns = columns
+        self.folded = folded
+        self.scaling = float(attention.scaling)
+        self.has_k_norm = layer.k_norm != "none"
+        self.kv_replicas = max(
+            1,
+            get_tensor_model_parallel_world_size()
+            * attention.num_kv_heads
+            // attention.total_num_kv_heads,
+        )
+        plan = folding.loaded.plan
+        group = plan.group_of(layer.index)
+        self.schedule = Schedule(plan.anchors, plan.window, group) if folded else None
+        # Not as submodules: this module hangs below both.
+        self.__dict__["folding"] = folding
+        self.__dict__["parent"] = attention
+
+    def attention(self) -> Any:
+        """vLLM's module that projects for this layer."""
+        return self.__dict__["parent"]
+
+    def gathered(self, flat: Tensor) -> Tensor:
+        """All devices' kv heads: (n, kv_width here) to (n, kv_width of the layer)."""
+        if get_tensor_model_parallel_world_size() == 1:
+            return flat
+        every: Tensor = tensor_model_parallel_all_gather(flat.contiguous(), dim=-1)
+        if self.kv_replicas == 1:
+            return every
+        by_device = every.view(len(flat), -1, self.local.kv_width)
+        return by_device[:, :: self.kv_replicas].flatten(1)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Attention output (tokens, heads * head_dim) of post-RoPE queries and keys."""
+        folding: Folding = self.__dict__["folding"]
+        owner = folding.owners["exact" if self.folded else "whole"]
+        step = owner.step
+        output = torch.zeros_like(query)
+        if step is None:
+            return output
+        count, local = step.starts[-1], self.local
+        rows = torch.cat([key[:count].flatten(1), value[:count].flatten(1)], dim=-1)
+        owner.write(step.slots[:count], rows, self.columns)
+        queries = query[:count].view(count, local.heads, local.head_dim)
+        for request, after in enumerate(step.seen):
+            start, stop = step.starts[request], step.starts[request + 1]
+            if stop > start:
+                made = self._attend(folding, owner, request, queries[start:stop], after)
+                output[start:stop] = made.flatten(1).to(output.dtype)
+        return output
+
+    def _attend(
+        self, folding: Folding, owner: RowOwner, request: int, queries: Tensor, after: int
+    ) -> Tensor:
+        local, before = self.local, after - len(queries)
+        device = queries.device
+        held = exact_positions(self.schedule, before, after).to(device)
+        rows = owner.read(request, held, self.columns)
+        keys, values = rows.view(len(held), 2, local.kv_heads, local.head_dim).permute(1, 2, 0, 3)
+        return attend(
+            queries,
+            torch.arange(before, after, device=device),
+            ExactRows(keys, values, held),
+            self.scaling,
+            self.schedule,
+            self._slots(folding, request, after) if self.folded else None,
+        )
+
+    def _slots(self, folding: Folding, request: int, after: int) -> Slots | None:
+        code = folding.code_of(self.index)
+        if code is None:
+            return None
+        bias = code.pipeline.slot_bias(self.index)
+        if bias is not None:
+            bias = bias[self.local.first_head : self.local.first_head + self.local.heads]
+        reader = _SlotReader(folding, code, self, request)
+        return Slots(code.schedule.slots(after), reader, bias)
+
+
+@dataclass(frozen=True)
+class _SlotReader:
+    """Reads slots of one request as keys and values of one layer."""
+
+    folding: Folding
+    code: Code
+    stand_in: FoldedAttention
+    request: int
+
+    def __call__(self, numbers: range) -> KeysValues:
+        code, stand_in = self.code, self.stand_in
+        assert code.history is not None
+        device = code.history.kv_cache.device
+        slots = torch.arange(numbers.start, numbers.stop, device=device)
+        rows = code.history.read(self.request, slots + code.first_number, code.columns)
+        codes = code.packed.unpack(rows)
+        flat_keys, flat_values = code.pipeline.depth.decode(stand_in.index, codes[None])
+        keys = stand_in.local.own(flat_keys[0])
+        if stand_in.has_k_norm:
+            keys = stand_in.attention().k_norm(keys.contiguous())
+        place = code.pipeline.slot_position
+        first = code.schedule.anchors + (int(place) if place == int(place) else place)
+        rotation = self.folding.rotary.at(code.schedule.group * slots + first, keys)
+        return KeysValues(rotation.turn(keys[None])[0], stand_in.local.own(flat_values[0]))

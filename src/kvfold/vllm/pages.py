@@ -1,0 +1,80 @@
+"""How many tokens of each kind of row go on a page, so that pages are alike and little is wasted.
+
+vLLM's pool has pages of one size. Rows of exact keys and values, of codes and of packed codes
+differ in width by factors that are no whole numbers, so each kind gets a block of its own length.
+A block is a whole number of slots; all are multiples of `UNIT`, so that prompts which share a
+beginning can share blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+UNIT = 16
+"""Tokens that every block is a multiple of."""
+WIDEST_UNITS = 4
+"""Blocks of the widest kind have at most so many units: larger ones are left half empty more."""
+LONGEST_PERIOD = 2048
+"""Prompts share blocks up to a multiple of all blocks' lengths; where one so short can be had."""
+GOOD_FRACTION = 0.05
+"""Waste of a page below which shorter blocks are preferred."""
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """One kind of row: its bytes, and how many tokens it stands for."""
+
+    row_bytes: int
+    tokens: int = 1
+
+    @property
+    def bytes_per_token(self) -> Fraction:
+        """Bytes that one token costs."""
+        return Fraction(self.row_bytes, self.tokens)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """page_bytes: of every page. tokens: of each kind's block, by name."""
+
+    page_bytes: int
+    tokens: Mapping[str, int]
+
+    def wasted_fraction(self, sizes: Mapping[str, RowSize]) -> float:
+        """The largest part of a page that some kind leaves empty."""
+        used = (self.tokens[name] * size.bytes_per_token for name, size in sizes.items())
+        return float(1 - min(used) / self.page_bytes)
+
+
+def fit_pages(sizes: Mapping[str, RowSize]) -> Pages:
+    """The pages that waste least among those with short blocks.
+
+    sizes: of each kind of row, by name.
+    """
+    widest = max(sizes, key=lambda name: sizes[name].bytes_per_token)
+    step = math.lcm(UNIT, sizes[widest].tokens)
+    made = []
+    for units in range(1, WIDEST_UNITS + 1):
+        page_bytes = int(units * step * sizes[widest].bytes_per_token)
+        choices = [_lengths(size, page_bytes) for size in sizes.values()]
+        for lengths in itertools.product(*choices):
+            made.append(Pages(page_bytes, dict(zip(sizes, lengths, strict=True))))
+    assert made
+    return min(made, key=lambda pages: _cost(pages, sizes))
+
+
+def _lengths(size: RowSize, page_bytes: int) -> tuple[int, ...]:
+    """The longest blocks that fit on a page, down to three quarters of the longest."""
+    step = math.lcm(UNIT, size.tokens)
+    most = int(page_bytes / size.bytes_per_token) // step
+    return tuple(step * count for count in range(most, max(0, (3 * most - 1) // 4), -1))
+
+
+def _cost(pages: Pages, sizes: Mapping[str, RowSize]) -> tuple[bool, float, int, int]:
+    period = math.lcm(*pages.tokens.values())
+    waste = max(GOOD_FRACTION, pages.wasted_fraction(sizes))
+    return period > LONGEST_PERIOD, waste, pages.page_bytes, period
