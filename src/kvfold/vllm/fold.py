@@ -160,7 +160,11 @@ class Folding:
                 row = RowLayout(name, width, torch.uint8, tokens=int(name.split("-")[1]))
             made.append(row)
         pages = fit_pages({row.name: RowSize(row.row_bytes, row.tokens) for row in made})
-        return {row.name: RowOwner(row, pages, f"{prefix}.kvfold.{row.name}") for row in made}
+        # vLLM sorts memory by the number in a name; owners serve all layers, each has one of its own.
+        return {
+            row.name: RowOwner(row, pages, f"{prefix}.layers.{number}.kvfold.{row.name}")
+            for number, row in enumerate(made)
+        }
 
     def _watch(self, decoder: Any) -> None:
         """Note what codes are made of as it comes up."""
@@ -247,7 +251,8 @@ class _HiddenNote:
     def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
         residual = kwargs["residual"] if "residual" in kwargs else args[2]
-        self.folding.note(self.source, hidden if residual is None else hidden + residual)
+        # vLLM adds to both in place later on.
+        self.folding.note(self.source, hidden.clone() if residual is None else hidden + residual)
 
 
 class _ProjectionNote:
@@ -261,9 +266,10 @@ class _ProjectionNote:
     def __call__(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
         width, layer = self.stand_in.local.kv_width, self.stand_in.index
         projected = output[0]
+        # vLLM rotates keys in place, perhaps before the last input of a code has come.
         found = {
             "inputs": args[0],
-            "keys": projected[..., -2 * width : -width],
+            "keys": projected[..., -2 * width : -width].clone(),
             "values": projected[..., -width:],
         }
         for kind in self.kinds:
