@@ -8,8 +8,10 @@ from kvfold.plan import Plan
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-CLOSE = 2e-4
-"""Of log-probabilities in float32: sums run in another order."""
+CLOSE = 1e-3
+"""Of log-probabilities in float32. Sums run in another order, which is 1e-5; a value on the border
+between two levels of its quantisation may then be rounded to the other, which is 2e-4.
+"""
 
 ALL_AXES = {
     "anchors": 4,

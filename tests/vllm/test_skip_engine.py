@@ -9,7 +9,7 @@ from kvfold.plan import Plan
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-CLOSE = 2e-4
+CLOSE = 1e-4
 REPLAY = 48
 LENGTHS = (400, 150, 33)
 

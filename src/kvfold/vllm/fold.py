@@ -21,6 +21,7 @@ from vllm.distributed import (
 )
 
 from kvfold.anatomy import Anatomy, LayerAnatomy
+from kvfold.errors import UnsupportedModelError
 from kvfold.methods import Pipeline, Source
 from kvfold.runtime.schedule import Schedule
 from kvfold.vllm.attend import ExactRows, KeysValues, Slots, attend, exact_positions
