@@ -20,6 +20,8 @@ PLAN = {
     "sequence": [{"method": "pool", "layers": [6], "group": 4}],
     "bits": [{"method": "turboquant", "layers": [7]}],
 }
+BLOCKS = 26
+"""Fewer than four requests need at once."""
 numbers = itertools.count()
 
 
@@ -84,7 +86,3 @@ def test_preempted_requests_start_anew_and_give_the_same_tokens(
     made, _, preempted = drive(started, given, 30)
     assert preempted > 0
     assert made == expected
-
-
-BLOCKS = 40
-"""Fewer than the four requests need at once."""

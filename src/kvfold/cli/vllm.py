@@ -64,9 +64,7 @@ def serve_command(
     os.execv(command[0], command)  # noqa: S606 (becomes the server, so that signals reach it)
 
 
-def server_command(
-    model: str, addon: str, plan: dict[str, Any], more: list[str]
-) -> list[str]:
+def server_command(model: str, addon: str, plan: dict[str, Any], more: list[str]) -> list[str]:
     """The command that starts vLLM's server.
 
     plan: keys of the add-on's plan to change. more: arguments for vLLM. Raises `AddOnError`,

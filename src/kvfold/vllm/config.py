@@ -65,13 +65,7 @@ def check_engine(vllm_config: Any) -> None:
 
 
 def adapt(vllm_config: Any, loaded: Loaded) -> None:
-    """Set what an add-on needs: short chunks for codes that come late, no prompt logprobs."""
-    scheduler = vllm_config.scheduler_config
-    if loaded.codes_come_late and not loaded.skips:
-        window = max(1, loaded.plan.window)
-        asked = scheduler.long_prefill_token_threshold
-        scheduler.long_prefill_token_threshold = min(window, asked) if asked else window
-        scheduler.long_prefill_token_threshold_adaptive = False
+    """Set what an add-on needs: no logprobs of skipped prompts."""
     if loaded.skips:
         model = vllm_config.model_config
         model.logits_processors = [*(model.logits_processors or ()), REFUSE_PROMPT_LOGPROBS]

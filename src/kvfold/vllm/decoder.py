@@ -40,8 +40,23 @@ class FoldedDecoder(Base):
         if isinstance(self.kvfold, Skipping):
             given = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
             return self.kvfold.forward(self, given, positions)
-        self.kvfold.begin()
-        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
+        output: Any = None
+        for rows in self.kvfold.parts():
+            if rows is None:
+                return super().forward(
+                    input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs
+                )
+            part = super().forward(
+                None if input_ids is None else input_ids[rows],
+                positions[..., rows],
+                intermediate_tensors,
+                None if inputs_embeds is None else inputs_embeds[rows],
+                **kwargs,
+            )
+            if output is None:
+                output = part.new_zeros(positions.shape[-1], part.shape[-1])
+            output.index_copy_(0, rows, part)
+        return output
 
 
 class FoldedCausal(Base):

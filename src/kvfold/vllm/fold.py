@@ -8,7 +8,7 @@ pipeline's inputs have come up, its codes are made and written, for all requests
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ from vllm.distributed import (
 )
 
 from kvfold.anatomy import Anatomy, LayerAnatomy
-from kvfold.errors import UnsupportedModelError
 from kvfold.methods import Pipeline, Source
 from kvfold.runtime.schedule import Schedule
 from kvfold.vllm.attend import ExactRows, KeysValues, Slots, attend, exact_positions
@@ -161,7 +160,7 @@ class Folding:
                 row = RowLayout(name, width, torch.uint8, tokens=int(name.split("-")[1]))
             made.append(row)
         pages = fit_pages({row.name: RowSize(row.row_bytes, row.tokens) for row in made})
-        # vLLM sorts memory by the number in a name; owners serve all layers, each has one of its own.
+        # vLLM sorts memory by the one number in a name; owners serve all layers.
         return {
             row.name: RowOwner(row, pages, f"{prefix}.layers.{number}.kvfold.{row.name}")
             for number, row in enumerate(made)
@@ -181,8 +180,34 @@ class Folding:
                     _ProjectionNote(self, stand_in, tuple(sorted(kinds)))
                 )
 
-    def begin(self) -> None:
-        """Forget the step before."""
+    def parts(self) -> Iterator[Tensor | None]:
+        """Rows of the step that run together, part by part; None for all at once.
+
+        Where codes come late (after layers that read others), no query may see a slot whose
+        tokens are in the same part: a part has at most the window's tokens of each request.
+        """
+        owner = next(iter(self.owners.values()))
+        step, size = owner.step, max(1, self.loaded.plan.window)
+        if step is None or not self.loaded.codes_come_late or step.longest <= size:
+            self._begin()
+            yield None
+            return
+        longest = step.longest
+        try:
+            for first in range(0, longest, size):
+                rows = torch.empty(0)
+                for one in self.owners.values():
+                    one.part = None
+                    assert one.step is not None
+                    one.part, rows = one.step.part(first, size)
+                self._begin()
+                yield rows
+        finally:
+            for one in self.owners.values():
+                one.part = None
+
+    def _begin(self) -> None:
+        """Forget what came before."""
         self.activations = {}
         for code in self.codes:
             code.made = False

@@ -11,6 +11,7 @@ has few owners, each for all layers together, so that few groups share the pool:
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,23 @@ class PagedStep:
     starts: list[int]
     seen: list[int]
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of one request in the step."""
+        return max((b - a for a, b in itertools.pairwise(self.starts)), default=0)
+
+    def part(self, first: int, size: int) -> tuple[PagedStep, Tensor]:
+        """Of each request the tokens `first` to `first + size - 1` of the step, and their rows."""
+        rows: list[int] = []
+        starts, seen = [0], []
+        for (start, stop), after in zip(itertools.pairwise(self.starts), self.seen, strict=False):
+            begin, end = min(start + first, stop), min(start + first + size, stop)
+            rows.extend(range(begin, end))
+            starts.append(len(rows))
+            seen.append(after - (stop - end))
+        index = torch.tensor(rows, device=self.slots.device)
+        return PagedStep(self.blocks, self.slots[index], starts, seen), index
+
 
 class _PagedBuilder(AttentionMetadataBuilder):
     def __init__(
@@ -106,6 +124,7 @@ class RowOwner(nn.Module, AttentionLayerBase):
         self.pages = pages
         self.prefix = prefix
         self.kv_cache = torch.tensor([])
+        self.part: PagedStep | None = None
         modules = get_current_vllm_config().compilation_config.static_forward_context
         assert prefix not in modules
         modules[prefix] = self
@@ -131,7 +150,10 @@ class RowOwner(nn.Module, AttentionLayerBase):
 
     @property
     def step(self) -> PagedStep | None:
-        """Where rows are in the step that runs; None while vLLM only measures memory."""
+        """Where rows are in the step that runs, or the part of it; None while vLLM only measures
+        memory."""
+        if self.part is not None:
+            return self.part
         metadata = get_forward_context().attn_metadata
         return metadata[self.prefix] if isinstance(metadata, dict) else None
 

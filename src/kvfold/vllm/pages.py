@@ -20,6 +20,8 @@ WIDEST_UNITS = 4
 """Blocks of the widest kind have at most so many units: larger ones are left half empty more."""
 LONGEST_PERIOD = 2048
 """Prompts share blocks up to a multiple of all blocks' lengths; where one so short can be had."""
+CHOICES = 6
+"""Lengths of one kind that are tried for a page."""
 GOOD_FRACTION = 0.05
 """Waste of a page below which shorter blocks are preferred."""
 
@@ -68,10 +70,11 @@ def fit_pages(sizes: Mapping[str, RowSize]) -> Pages:
 
 
 def _lengths(size: RowSize, page_bytes: int) -> tuple[int, ...]:
-    """The longest blocks that fit on a page, down to three quarters of the longest."""
+    """The longest block that fits on a page, and some down to three quarters of it."""
     step = math.lcm(UNIT, size.tokens)
     most = int(page_bytes / size.bytes_per_token) // step
-    return tuple(step * count for count in range(most, max(0, (3 * most - 1) // 4), -1))
+    least = max(1, -(-3 * most // 4), most - CHOICES + 1)
+    return tuple(step * count for count in range(most, least - 1, -1))
 
 
 def _cost(pages: Pages, sizes: Mapping[str, RowSize]) -> tuple[bool, float, int, int]:
