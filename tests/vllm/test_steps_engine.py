@@ -20,8 +20,6 @@ PLAN = {
     "sequence": [{"method": "pool", "layers": [6], "group": 4}],
     "bits": [{"method": "turboquant", "layers": [7]}],
 }
-BLOCKS = 26
-"""Fewer than four requests need at once."""
 numbers = itertools.count()
 
 
@@ -30,59 +28,50 @@ def scheduler_of(started):
 
 
 def drive(started, prompts, count):
-    """Steps by hand: tokens, cached tokens of each prompt, and how many requests were preempted."""
+    """Steps by hand: tokens, cached tokens of each prompt, requests preempted, blocks at most."""
     from vllm import SamplingParams
 
     engine, scheduler = started.llm_engine, scheduler_of(started)
+    pool = scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
     names = [f"request-{next(numbers)}" for _ in prompts]
     sampling = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False)
     for name, prompt in zip(names, prompts, strict=True):
         engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-    tokens, cached, preempted = {}, {}, set()
+    tokens, cached, preempted, most = {}, {}, set(), 0
     while engine.has_unfinished_requests():
         for output in engine.step():
             tokens[output.request_id] = list(output.outputs[0].token_ids)
             cached[output.request_id] = output.num_cached_tokens
         preempted |= {r.request_id for r in scheduler.requests.values() if r.num_preemptions}
-    return [tokens[n] for n in names], [cached[n] for n in names], len(preempted)
+        most = max(most, free - pool.get_num_free_blocks())
+    return [tokens[n] for n in names], [cached[n] for n in names], len(preempted), most
 
 
-def test_chunks_and_hits_of_a_shared_prefix_give_the_same_tokens(
+def test_chunks_shared_prefixes_and_preemption_change_no_token(
     tiny_folder, random_addon, prompts, engine, folded_reference
 ):
     model, folder = tiny_folder("llama")
     plan = Plan.from_dict(PLAN)
     addon, saved = random_addon(model, plan)
-    first, other = prompts((420, 60))
-    second = first[:400] + other
+    first, other, *short = prompts((940, 50, 30, 29, 28, 27))
+    second = first[:900] + other
     expected = folded_reference(model, addon, plan, [first, second], 8).tokens
+    expected_short = folded_reference(model, addon, plan, short, 60).tokens
     started = engine(
         folder, model.config, saved, enable_prefix_caching=True, max_num_batched_tokens=96
     )
-    alone, cached, _ = drive(started, [first], 8)
-    assert alone == expected[:1]
-    assert cached == [0]
-    together, cached, _ = drive(started, [first, second], 8)
+    alone, cached, _, _ = drive(started, [first], 8)
+    assert (alone, cached) == (expected[:1], [0])
+    together, cached, _, _ = drive(started, [first, second], 8)
     assert together == expected
     assert min(cached) >= 16
 
-
-def test_preempted_requests_start_anew_and_give_the_same_tokens(
-    tiny_folder, random_addon, prompts, engine, folded_reference
-):
-    model, folder = tiny_folder("llama")
-    plan = Plan.from_dict(PLAN)
-    addon, saved = random_addon(model, plan)
-    given = prompts((120, 110, 100, 90))
-    expected = folded_reference(model, addon, plan, given, 30).tokens
-    started = engine(
-        folder,
-        model.config,
-        saved,
-        max_model_len=192,
-        max_num_batched_tokens=64,
-        num_gpu_blocks_override=BLOCKS,
-    )
-    made, _, preempted = drive(started, given, 30)
+    made, _, preempted, most = drive(started, short, 60)
+    assert (made, preempted) == (expected_short, 0)
+    assert started.reset_prefix_cache()
+    pool = scheduler_of(started).kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks() - most + 3)
+    made, _, preempted, _ = drive(started, short, 60)
     assert preempted > 0
-    assert made == expected
+    assert made == expected_short

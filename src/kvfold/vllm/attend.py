@@ -35,12 +35,12 @@ class ExactRows(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """A history: how many slots there are, what reads a range of them, and the logits' bias.
+    """A history: how many slots are visible, what reads a range of them, and the logits' bias.
 
     bias: (heads,), or None.
     """
 
-    count: int
+    visible: int
     read: Callable[[range], KeysValues]
     bias: Tensor | None
 
@@ -88,8 +88,8 @@ def attend(
         if slots.bias is not None:
             bias = slots.bias.view(1, kv_heads, repeat, 1).expand(-1, -1, -1, new)
             bias = bias.reshape(1, kv_heads, repeat * new, 1)
-        for start in range(0, slots.count, BLOCK):
-            numbers = range(start, min(start + BLOCK, slots.count))
+        for start in range(0, slots.visible, BLOCK):
+            numbers = range(start, min(start + BLOCK, slots.visible))
             last = torch.arange(numbers.start + 1, numbers.stop + 1)
             ends = schedule.anchors + schedule.group * last.to(positions.device)
             seen = ends[None] <= horizon[:, None]

@@ -18,12 +18,12 @@ UNIT = 16
 """Tokens that every block is a multiple of."""
 WIDEST_UNITS = 4
 """Blocks of the widest kind have at most so many units: larger ones are left half empty more."""
-LONGEST_PERIOD = 2048
-"""Prompts share blocks up to a multiple of all blocks' lengths; where one so short can be had."""
-CHOICES = 6
+PERIOD_COST = 1 / 10_000
+"""Prompts share blocks up to a multiple of all blocks' lengths. A token more of that period is
+worth so much of a page.
+"""
+CHOICES = 12
 """Lengths of one kind that are tried for a page."""
-GOOD_FRACTION = 0.05
-"""Waste of a page below which shorter blocks are preferred."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Pages:
 
 
 def fit_pages(sizes: Mapping[str, RowSize]) -> Pages:
-    """The pages that waste least among those with short blocks.
+    """The pages that waste little and let prompts share blocks often.
 
     sizes: of each kind of row, by name.
     """
@@ -70,14 +70,15 @@ def fit_pages(sizes: Mapping[str, RowSize]) -> Pages:
 
 
 def _lengths(size: RowSize, page_bytes: int) -> tuple[int, ...]:
-    """The longest block that fits on a page, and some down to three quarters of it."""
+    """The longest blocks that fit on a page, and the roundest down to three quarters of it."""
     step = math.lcm(UNIT, size.tokens)
     most = int(page_bytes / size.bytes_per_token) // step
-    least = max(1, -(-3 * most // 4), most - CHOICES + 1)
-    return tuple(step * count for count in range(most, least - 1, -1))
+    least = max(1, -(-3 * most // 4))
+    counts = range(most, least - 1, -1)
+    round_ones = sorted(counts, key=lambda n: (-(n & -n), -n))[: CHOICES // 2]
+    return tuple(step * n for n in dict.fromkeys((*counts[: CHOICES // 2], *round_ones)))
 
 
-def _cost(pages: Pages, sizes: Mapping[str, RowSize]) -> tuple[bool, float, int, int]:
+def _cost(pages: Pages, sizes: Mapping[str, RowSize]) -> tuple[float, int]:
     period = math.lcm(*pages.tokens.values())
-    waste = max(GOOD_FRACTION, pages.wasted_fraction(sizes))
-    return period > LONGEST_PERIOD, waste, pages.page_bytes, period
+    return pages.wasted_fraction(sizes) + PERIOD_COST * period, pages.page_bytes

@@ -22,7 +22,8 @@ class SlotRotary:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            self.hollow = AutoModelForCausalLM.from_config(config)
+            make: Any = AutoModelForCausalLM.from_config
+            self.hollow = make(config)
         decoder = text_decoder(self.hollow)
         with torch.device(device):
             decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)

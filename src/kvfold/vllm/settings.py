@@ -38,13 +38,13 @@ class Settings:
         given = getattr(config, KEY, None)
         if given is None and hasattr(config, "get_text_config"):
             given = getattr(config.get_text_config(), KEY, None)
-        known = isinstance(given, dict) and set(given) <= {"addon", "plan"}
-        if not known or not isinstance(given.get("addon"), str):
+        told: dict[str, Any] = given if isinstance(given, dict) else {}
+        if not isinstance(told.get("addon"), str) or not set(told) <= {"addon", "plan"}:
             raise EngineSettingError(
                 f"kvfold's models need hf_overrides with {KEY}: {{addon: FOLDER}}, and plan beside "
                 f"it at most; got {given!r}; start the server with `kvfold vllm serve`"
             )
-        return cls(given["addon"], dict(given.get("plan") or {}))
+        return cls(told["addon"], dict(told.get("plan") or {}))
 
     def load(self, *, dtype: torch.dtype | None = None, device: Any = None) -> Loaded:
         """Read the add-on; raises `AddOnError` and `PlanError` as that does."""

@@ -111,7 +111,7 @@ def trimmed_backend(base: Any, replay: int, anchors: int) -> Any:
     """
     stock: Any = base.get_builder_cls()
 
-    class TrimmedBuilder(stock):  # type: ignore[misc]
+    class TrimmedBuilder(stock):
         def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any) -> Any:
             common, rows = trimmed(common_attn_metadata, replay, anchors)
             made = super().build(common_prefix_len, common, *args)

@@ -33,7 +33,8 @@ class AnchorWindowSpec(SlidingWindowSpec):
     ) -> int:
         """The most blocks that a request can hold at once."""
         sliding = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
-        return min(sliding + self.anchor_blocks, cdiv(max_model_len, self.block_size) + 1)
+        most: int = cdiv(max_model_len, self.block_size) + 1
+        return min(int(sliding) + self.anchor_blocks, most)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
         """Whether all specs keep the same tokens."""
