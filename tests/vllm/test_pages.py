@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold.vllm.pages import UNIT, RowSize, fit_pages
@@ -14,6 +14,7 @@ sizes = st.dictionaries(
 )
 
 
+@settings(deadline=None, max_examples=30)
 @given(sizes)
 def test_every_block_fits_on_a_page_and_is_whole_slots(given_sizes):
     pages = fit_pages(given_sizes)
@@ -23,13 +24,6 @@ def test_every_block_fits_on_a_page_and_is_whole_slots(given_sizes):
         assert tokens % UNIT == 0
         assert tokens % size.tokens == 0
         assert tokens * size.bytes_per_token <= pages.page_bytes
-
-
-@given(sizes)
-def test_the_widest_rows_fill_their_page(given_sizes):
-    pages = fit_pages(given_sizes)
-    used = [pages.tokens[name] * size.bytes_per_token for name, size in given_sizes.items()]
-    assert max(used) == pages.page_bytes
 
 
 def test_a_model_in_six_groups_wastes_nothing():

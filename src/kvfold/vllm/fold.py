@@ -159,7 +159,9 @@ class Folding:
             else:
                 row = RowLayout(name, width, torch.uint8, tokens=int(name.split("-")[1]))
             made.append(row)
-        pages = fit_pages({row.name: RowSize(row.row_bytes, row.tokens) for row in made})
+        pages = fit_pages(
+            {row.name: RowSize(row.row_bytes, row.tokens, row.window is None) for row in made}
+        )
         # vLLM sorts memory by the one number in a name; owners serve all layers.
         return {
             row.name: RowOwner(row, pages, f"{prefix}.layers.{number}.kvfold.{row.name}")

@@ -18,20 +18,26 @@ UNIT = 16
 """Tokens that every block is a multiple of."""
 WIDEST_UNITS = 4
 """Blocks of the widest kind have at most so many units: larger ones are left half empty more."""
-PERIOD_COST = 1 / 10_000
+WINDOW_COST = 0.2
+"""What waste of rows that only the last tokens have counts, against rows of all."""
+PERIOD_COST = 1 / 5_000
 """Prompts share blocks up to a multiple of all blocks' lengths. A token more of that period is
 worth so much of a page.
 """
-CHOICES = 12
+CHOICES = 8
 """Lengths of one kind that are tried for a page."""
 
 
 @dataclass(frozen=True)
 class RowSize:
-    """One kind of row: its bytes, and how many tokens it stands for."""
+    """One kind of row: its bytes, and how many tokens it stands for.
+
+    grows: whether all tokens have one, and not only the last.
+    """
 
     row_bytes: int
     tokens: int = 1
+    grows: bool = True
 
     @property
     def bytes_per_token(self) -> Fraction:
@@ -46,10 +52,15 @@ class Pages:
     page_bytes: int
     tokens: Mapping[str, int]
 
-    def wasted_fraction(self, sizes: Mapping[str, RowSize]) -> float:
-        """The largest part of a page that some kind leaves empty."""
-        used = (self.tokens[name] * size.bytes_per_token for name, size in sizes.items())
-        return float(1 - min(used) / self.page_bytes)
+    def wasted_fraction(self, sizes: Mapping[str, RowSize], *, grows: bool = True) -> float:
+        """The largest part of a page that some kind leaves empty: of those of which all tokens
+        have rows, or of the others."""
+        used = [
+            self.tokens[name] * size.bytes_per_token
+            for name, size in sizes.items()
+            if size.grows == grows
+        ]
+        return float(1 - min(used, default=Fraction(self.page_bytes)) / self.page_bytes)
 
 
 def fit_pages(sizes: Mapping[str, RowSize]) -> Pages:
@@ -70,10 +81,10 @@ def fit_pages(sizes: Mapping[str, RowSize]) -> Pages:
 
 
 def _lengths(size: RowSize, page_bytes: int) -> tuple[int, ...]:
-    """The longest blocks that fit on a page, and the roundest down to three quarters of it."""
+    """The longest blocks that fit on a page, and the roundest down to a part of it."""
     step = math.lcm(UNIT, size.tokens)
     most = int(page_bytes / size.bytes_per_token) // step
-    least = max(1, -(-3 * most // 4))
+    least = max(1, -(-3 * most // 4) if size.grows else -(-most // 2))
     counts = range(most, least - 1, -1)
     round_ones = sorted(counts, key=lambda n: (-(n & -n), -n))[: CHOICES // 2]
     return tuple(step * n for n in dict.fromkeys((*counts[: CHOICES // 2], *round_ones)))
@@ -81,4 +92,6 @@ def _lengths(size: RowSize, page_bytes: int) -> tuple[int, ...]:
 
 def _cost(pages: Pages, sizes: Mapping[str, RowSize]) -> tuple[float, int]:
     period = math.lcm(*pages.tokens.values())
-    return pages.wasted_fraction(sizes) + PERIOD_COST * period, pages.page_bytes
+    of_windows = pages.wasted_fraction(sizes, grows=False)
+    cost = pages.wasted_fraction(sizes) + WINDOW_COST * of_windows + PERIOD_COST * period
+    return cost, pages.page_bytes
