@@ -43,3 +43,19 @@ def test_greedy_tokens_equal_the_runtime_on_every_axis(
     made = generate(engine(folder, model.config, saved), given)
     assert made.tokens == expected.tokens
     assert made.gap(expected) < CLOSE
+
+
+@pytest.mark.parametrize(
+    "settings", [{"enforce_eager": False}, {"tensor_parallel_size": 2}], ids=["compiled", "two"]
+)
+def test_compilation_and_tensor_parallel_change_no_token(
+    settings, tiny_folder, random_addon, prompts, engine, generate, folded_reference
+):
+    model, folder = tiny_folder("llama")
+    plan = Plan.from_dict(ALL_AXES)
+    addon, saved = random_addon(model, plan)
+    given = prompts((100, 33))
+    expected = folded_reference(model, addon, plan, given, 6)
+    made = generate(engine(folder, model.config, saved, **settings), given, 6)
+    assert made.tokens == expected.tokens
+    assert made.gap(expected) < CLOSE

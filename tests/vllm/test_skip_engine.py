@@ -47,9 +47,8 @@ def decoder_of(started):
 def test_greedy_tokens_equal_the_runtime_and_most_rows_are_left_out(
     tiny_folder, random_addon, prompts, engine, generate
 ):
-    from vllm.exceptions import VLLMValidationError
-
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     model, folder = tiny_folder("llama")
     addon, saved = random_addon(model, skipping_plan())

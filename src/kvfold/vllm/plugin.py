@@ -54,11 +54,11 @@ def vllm_version() -> str:
 
 
 def _register() -> None:
+    from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from kvfold.vllm.config import KvfoldConfig
     from kvfold.vllm.specs import register_specs
-    from vllm import ModelRegistry
 
     known = ModelRegistry.get_supported_archs()
     for name, module in ARCHITECTURES.values():
