@@ -80,7 +80,7 @@ $(VLLM_INSTALLED):
 # that vLLM reads at its start are cold, importing it takes most of a minute.
 test-vllm: $(VLLM_INSTALLED)
 	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
-	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest tests/vllm -W default -p no:logging
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest tests/vllm -W default --show-capture=no
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
