@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from kvfold.methods import Source
-from kvfold.vllm.fold import LocalHeads
+from kvfold.vllm.heads import LocalHeads
 from kvfold.vllm.settings import Loaded
 from kvfold.vllm.skip import trimmed_backend
 
