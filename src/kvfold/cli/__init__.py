@@ -24,6 +24,7 @@ SUBCOMMANDS = (
     "generate",
     "serve",
     "snapshot",
+    "vllm",
     "demo",
     "lm_eval",
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
@@ -60,46 +60,74 @@ class Fingerprint:
         return cls(
             name=_name(model),
             anatomy=anatomy(model),
-            rope=_rope(model),
+            rope=_rope(model.config),
             dtype=str(model.dtype).removeprefix("torch."),
-            samples={name: _sample(tensor, count) for name, tensor, count in _sampled(model)},
+            samples={name: sample(tensor, count) for name, tensor, count in _sampled(model)},
         )
 
     def check(self, model: Any) -> None:
         """Raise `AddOnError`, naming both models, unless `model` is the one described here."""
-        mine, its = _shape(self.anatomy), _shape(anatomy(model))
+        self.check_config(model.config, _name(model))
+        counts = self.counts
+        theirs = {
+            name: sample(tensor, counts[name])
+            for name, tensor, _ in _sampled(model)
+            if name in counts
+        }
+        self.check_samples(theirs, model.dtype, _name(model))
+
+    def check_config(self, config: Any, name: str) -> None:
+        """Raise `AddOnError` unless a configuration has the shape and rotary settings of the base.
+
+        name: of the model that it belongs to, for the message.
+        """
+        mine, its = _shape(self.anatomy), _shape(anatomy(config))
         reason = next(
             (f"{key} is {its[key]} and not {mine[key]}" for key in mine if mine[key] != its[key]),
             None,
         )
-        if reason is None and _rope(model) != self.rope:
-            reason = f"its rotary settings are {_rope(model)} and not {self.rope}"
-        if reason is None:
-            reason = self._weights_differ(model)
+        if reason is None and _rope(config) != self.rope:
+            reason = f"its rotary settings are {_rope(config)} and not {self.rope}"
         if reason is not None:
-            raise AddOnError(
-                f"the add-on was fitted to {self.name!r} and fits no other model; got "
-                f"{_name(model)!r}: {reason}; load the add-on's base model, or fit an add-on to "
-                "this one"
+            raise self._refusal(name, reason)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many values `check_samples` compares of each parameter within the layers."""
+        return {name: len(values) for name, values in self.samples.items()}
+
+    def check_samples(
+        self, theirs: Mapping[str, Sequence[float]], dtype: torch.dtype, name: str
+    ) -> None:
+        """Raise `AddOnError` unless a model's weights are those of the base.
+
+        theirs: what `sample` gave of its parameters, `counts` values of each. dtype: of those
+        parameters. name: of the model, for the message.
+        """
+        dtypes = (DTYPES.get(self.dtype, torch.float32), dtype)
+        agreeing = total = 0
+        for parameter, values in self.samples.items():
+            total += len(values)
+            if parameter not in theirs:
+                continue
+            its = torch.tensor(theirs[parameter], dtype=torch.float64)
+            ours = torch.tensor(values, dtype=torch.float64)
+            for rounded in (*dtypes, torch.bfloat16):
+                ours, its = ours.to(rounded).double(), its.to(rounded).double()
+            agreeing += int((ours == its).sum())
+        across = set(dtypes) == {torch.float16, torch.bfloat16}
+        if agreeing < (AGREEING_ACROSS_HALVES if across else AGREEING_FRACTION) * total:
+            raise self._refusal(
+                name,
+                f"only {agreeing} of {total} sampled weights agree, as in a fine-tune or a merge",
             )
 
-    def _weights_differ(self, model: Any) -> str | None:
-        dtypes = (DTYPES.get(self.dtype, torch.float32), model.dtype)
-        agreeing = total = 0
-        tensors = {name: (tensor, count) for name, tensor, count in _sampled(model)}
-        for name, values in self.samples.items():
-            total += len(values)
-            if name not in tensors:
-                continue
-            theirs = torch.tensor(_sample(tensors[name][0], len(values)), dtype=torch.float64)
-            ours = torch.tensor(values, dtype=torch.float64)
-            for dtype in (*dtypes, torch.bfloat16):
-                ours, theirs = ours.to(dtype).double(), theirs.to(dtype).double()
-            agreeing += int((ours == theirs).sum())
-        across = set(dtypes) == {torch.float16, torch.bfloat16}
-        if agreeing >= (AGREEING_ACROSS_HALVES if across else AGREEING_FRACTION) * total:
-            return None
-        return f"only {agreeing} of {total} sampled weights agree, as in a fine-tune or a merge"
+    def _refusal(self, name: str, reason: str) -> AddOnError:
+        return AddOnError(
+            f"the add-on was fitted to {self.name!r} and fits no other model; got "
+            f"{name!r}: {reason}; load the add-on's base model, or fit an add-on to "
+            "this one"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -169,9 +197,9 @@ def _shape(described: Anatomy) -> dict[str, Any]:
     return shape
 
 
-def _rope(model: Any) -> str:
-    config = model.config.get_text_config(decoder=True)
-    return json.dumps(_plain(getattr(config, "rope_parameters", None)), sort_keys=True)
+def _rope(config: Any) -> str:
+    text = config.get_text_config(decoder=True)
+    return json.dumps(_plain(getattr(text, "rope_parameters", None)), sort_keys=True)
 
 
 def _plain(value: Any) -> Any:
@@ -198,7 +226,7 @@ def _sampled(model: Any) -> Iterator[tuple[str, Tensor, int]]:
         yield name, parameter.detach(), min(count, parameter.numel())
 
 
-def _sample(tensor: Tensor, count: int) -> tuple[float, ...]:
+def sample(tensor: Tensor, count: int) -> tuple[float, ...]:
     """Values at places spread over the tensor by the golden section."""
     tensor = gathered(tensor)
     golden = (math.sqrt(5) - 1) / 2

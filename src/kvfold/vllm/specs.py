@@ -1,0 +1,170 @@
+"""Anchors and window as vLLM's cache manager sees them: a sliding window with a lasting start.
+
+Preemption, prefix caching and the block pool are vLLM's own. Both the scheduler's process and the
+workers need the pair below registered, which the plugin does in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnchorWindowSpec(SlidingWindowSpec):
+    """A sliding window whose first `anchors` tokens are never freed."""
+
+    anchors: int = 0
+
+    @property
+    def anchor_blocks(self) -> int:
+        """Blocks that hold anchors."""
+        return int(cdiv(self.anchors, self.block_size))
+
+    def max_admission_blocks_per_request(
+        self, max_in_flight_tokens: int, max_model_len: int
+    ) -> int:
+        """The most blocks that a request can hold at once."""
+        sliding = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
+        most: int = cdiv(max_model_len, self.block_size) + 1
+        return min(int(sliding) + self.anchor_blocks, most)
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
+        """Whether all specs keep the same tokens."""
+        return all(
+            isinstance(spec, AnchorWindowSpec)
+            and (spec.sliding_window, spec.anchors) == (self.sliding_window, self.anchors)
+            for spec in kv_cache_specs.values()
+        )
+
+
+class AnchorWindowManager(SlidingWindowManager):
+    """Frees what lies between the anchors and the window."""
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Free the blocks between the anchors' and the window's."""
+        skipped = self.get_num_skipped_tokens(processed_computed_tokens) // self.block_size
+        held = len(self.req_to_blocks.get(request_id, ()))
+        first = self.kv_cache_spec.anchor_blocks
+        self._remove_blocks_in_range(request_id, first, min(skipped, held))
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: Any,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: Any,
+        kv_cache_spec: Any,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[Any], ...], int]:
+        """A hit needs the anchors' blocks as well as the window's."""
+        blocks, hit = super().find_longest_cache_hit(
+            block_hashes,
+            max_length,
+            kv_cache_group_ids,
+            block_pool,
+            kv_cache_spec,
+            drop_eagle_block,
+            alignment_tokens,
+            dcp_world_size,
+            pcp_world_size,
+        )
+        hashes = resolve_block_hashes(
+            block_hashes,
+            block_pool.hash_block_size,
+            kv_cache_spec.block_size,
+            supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
+            alignment_tokens=alignment_tokens,
+        )
+        for number in range(min(kv_cache_spec.anchor_blocks, len(blocks[0]))):
+            cached = block_pool.get_cached_block(hashes[number], kv_cache_group_ids)
+            if not cached:
+                return tuple([] for _ in kv_cache_group_ids), 0
+            for found, block in zip(blocks, cached, strict=True):
+                found[number] = block
+        return blocks, hit
+
+    @classmethod
+    def reachable_block_mask(
+        cls,
+        start_block: int,
+        end_block: int,
+        alignment_tokens: int | None,
+        kv_cache_spec: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[bool] | None:
+        """Which blocks may serve a later hit: the anchors' always."""
+        mask: list[bool] | None = super().reachable_block_mask(
+            start_block, end_block, alignment_tokens, kv_cache_spec, *args, **kwargs
+        )
+        if mask is not None:
+            for block in range(start_block, min(end_block, kv_cache_spec.anchor_blocks)):
+                mask[block - start_block] = True
+        return mask
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[Any],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Take a hit's blocks; the base class drops all below the window, anchors too."""
+        anchors = [
+            block
+            for block in new_computed_blocks[: self.kv_cache_spec.anchor_blocks]
+            if not block.is_null
+        ]
+        super().add_local_computed_blocks(
+            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
+        )
+        held = self.req_to_blocks[request_id]
+        for number, block in enumerate(anchors):
+            if number < len(held) and held[number].is_null:
+                self.block_pool.touch([block])
+                held[number] = block
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[Any],
+        total_computed_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> int:
+        """Counts cached anchor blocks, which `add_local_computed_blocks` takes from the pool."""
+        count: int = super().get_num_blocks_to_allocate(
+            request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
+        )
+        if request_id not in self.num_cached_block:
+            skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
+            anchors = new_computed_blocks[: min(skipped, self.kv_cache_spec.anchor_blocks)]
+            count += self._get_num_evictable_blocks(anchors)
+        return count
+
+
+def register_specs() -> None:
+    """Tell vLLM which manager serves `AnchorWindowSpec`."""
+    # The table's own entries come first: it adds them only while it is empty.
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(
+        AnchorWindowSpec, AnchorWindowManager, uniform_type_base_spec=AnchorWindowSpec
+    )

@@ -1,0 +1,180 @@
+"""What tests of the vLLM plugin share: tiny models on disk, add-ons, engines, references.
+
+Tests that start an engine need vLLM and are skipped without it; `make test-vllm` brings it. Engines
+run in this process, so that a test can look inside.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+for name, value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "kvfold",
+}.items():
+    os.environ.setdefault(name, value)
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Greedy tokens of each prompt, and the log-probability of each."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+    def gap(self, other: Generated) -> float:
+        """The largest difference of a log-probability."""
+        mine = [value for row in self.logprobs for value in row]
+        theirs = [value for row in other.logprobs for value in row]
+        return max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tiny_model: Any, tmp_path_factory: Any) -> Callable[..., tuple[Any, Path]]:
+    """`tiny_folder(family, **overrides)`: a tiny model, and the folder that it was saved to."""
+
+    def make(family: str, **overrides: Any) -> tuple[Any, Path]:
+        model = tiny_model(family, **{**TINY, **overrides})
+        folder = tmp_path_factory.mktemp(family)
+        model.save_pretrained(folder)
+        return model, folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_addon(tmp_path_factory: Any) -> Callable[..., tuple[Any, Path]]:
+    """`random_addon(model, plan)`: an add-on with random weights, and its folder."""
+    from kvfold import AddOn
+
+    def make(model: Any, plan: Any) -> tuple[Any, Path]:
+        addon = AddOn.untrained(model, plan)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for weight in addon.parameters():
+                fan = weight.shape[-1] if weight.dim() > 1 else 16
+                weight.copy_(torch.randn(weight.shape, generator=generator) / fan**0.5)
+        folder = tmp_path_factory.mktemp("addon")
+        addon.save_pretrained(folder)
+        return addon, folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompts() -> Callable[..., list[list[int]]]:
+    """`prompts(lengths, vocabulary)`: random token ids."""
+
+    def make(lengths: tuple[int, ...], vocabulary: int = 97) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(1)
+        return [
+            torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+            for length in lengths
+        ]
+
+    return make
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Any]]:
+    """`engine(folder, model, addon_folder, **settings)`: a vLLM engine, ended after the test."""
+    vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+    from kvfold.vllm.settings import Settings
+
+    made: list[Any] = []
+
+    def start(folder: Path, config: Any, addon: Path | None, **settings: Any) -> Any:
+        plan = settings.pop("plan", {})
+        overrides = {} if addon is None else Settings(str(addon), plan).overrides(config)
+        defaults = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+            "max_model_len": 1024,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 1024,
+        }
+        started = vllm.LLM(str(folder), hf_overrides=overrides, **{**defaults, **settings})
+        made.append(started)
+        return started
+
+    yield start
+    for one in made:
+        one.llm_engine.engine_core.shutdown()
+    made.clear()
+    gc.collect()
+
+
+@pytest.fixture(scope="session")
+def generate() -> Callable[..., Generated]:
+    """`generate(engine, prompts, count)`: greedy tokens of an engine."""
+
+    def run(engine: Any, prompts: list[list[int]], count: int = 12) -> Generated:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=count, temperature=0, logprobs=1, ignore_eos=True, detokenize=False
+        )
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = [o.outputs[0] for o in engine.generate(given, sampling, use_tqdm=False)]
+        tokens = [list(output.token_ids) for output in outputs]
+        logprobs = [
+            [step[token].logprob for step, token in zip(o.logprobs, o.token_ids, strict=True)]
+            for o in outputs
+        ]
+        return Generated(tokens, logprobs)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def folded_reference(cache_argument: Any) -> Callable[..., Generated]:
+    """`folded_reference(model, addon, plan, prompts, count)`: the same by kvfold's own runtime."""
+    from kvfold import attach
+
+    @torch.no_grad()
+    def run(
+        model: Any, addon: Any, plan: Any, prompts: list[list[int]], count: int = 12
+    ) -> Generated:
+        tokens, logprobs = [], []
+        with attach(model, addon, plan=plan.replace(resident="shared")) as attachment:
+            for prompt in prompts:
+                cache, new = attachment.new_cache(), prompt
+                rows: tuple[list[int], list[float]] = ([], [])
+                for _ in range(count):
+                    given = torch.tensor([new])
+                    output = model(
+                        given, logits_to_keep=1, **cache_argument(model, cache), use_cache=True
+                    )
+                    scores = output.logits[0, -1].float().log_softmax(-1)
+                    new = [int(scores.argmax())]
+                    rows[0].append(new[0])
+                    rows[1].append(float(scores[new[0]]))
+                tokens.append(rows[0])
+                logprobs.append(rows[1])
+        return Generated(tokens, logprobs)
+
+    return run

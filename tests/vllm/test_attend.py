@@ -1,0 +1,84 @@
+"""Attention over exact rows and slots against the plain reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvfold.runtime.reference import reference_attention
+from kvfold.runtime.schedule import Schedule
+from kvfold.vllm import attend as module
+from kvfold.vllm.attend import ExactRows, KeysValues, Slots, attend, exact_positions
+
+HEADS, KV_HEADS, WIDTH, SCALING = 6, 2, 8, 0.3
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("block", [7, 1024])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("anchors", "window", "group", "before", "after"),
+    [(4, 16, 1, 0, 60), (4, 16, 4, 37, 60), (0, 8, 3, 59, 60), (4, 0, 1, 20, 41), (4, 16, 4, 0, 9)],
+)
+def test_equals_the_reference(monkeypatch, anchors, window, group, before, after, biased, block):
+    monkeypatch.setattr(module, "BLOCK", block)
+    schedule = Schedule(anchors, window, group)
+    keys, values = random(2, 1, KV_HEADS, after, WIDTH)
+    made = schedule.made(after)
+    slot_keys, slot_values = random(2, 1, KV_HEADS, made, WIDTH) + 1
+    queries = random(1, HEADS, after - before, WIDTH)
+    bias = random(HEADS) if biased else None
+    expected = reference_attention(
+        queries,
+        keys,
+        values,
+        slot_keys,
+        slot_values,
+        anchors=anchors,
+        window=window,
+        group=group,
+        scaling=SCALING,
+        slot_bias=bias,
+    )
+    held = exact_positions(schedule, before, after)
+
+    def read(numbers):
+        part = slice(numbers.start, numbers.stop)
+        return KeysValues(slot_keys[0][:, part], slot_values[0][:, part])
+
+    output = attend(
+        queries[0].transpose(0, 1),
+        torch.arange(before, after),
+        ExactRows(keys[0][:, held], values[0][:, held], held),
+        SCALING,
+        schedule,
+        Slots(schedule.slots(after), read, bias),
+    )
+    assert torch.allclose(output, expected[0].transpose(0, 1), atol=1e-12)
+
+
+def test_without_a_schedule_it_is_causal_attention():
+    keys, values = random(2, KV_HEADS, 20, WIDTH)
+    queries = random(5, HEADS, WIDTH)
+    held = exact_positions(None, 15, 20)
+    output = attend(queries, torch.arange(15, 20), ExactRows(keys, values, held), SCALING)
+    mask = torch.arange(20)[None] <= torch.arange(15, 20)[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        keys[None],
+        values[None],
+        attn_mask=mask,
+        scale=SCALING,
+        enable_gqa=True,
+    )
+    assert torch.allclose(output, expected[0].transpose(0, 1), atol=1e-12)
+
+
+def test_only_rows_that_are_seen_are_read():
+    schedule = Schedule(anchors=4, window=16, group=4)
+    held = exact_positions(schedule, 100, 101)
+    assert held.tolist() == [0, 1, 2, 3, *range(schedule.folded_until(101), 101)]
+    assert len(held) <= 4 + schedule.ring_size

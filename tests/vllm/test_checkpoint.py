@@ -1,0 +1,58 @@
+"""The base's weights on their way in: compared with the add-on's base, low-rank terms merged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvfold import AddOn
+from kvfold.errors import AddOnError
+from kvfold.plan import Plan
+from kvfold.vllm.checkpoint import check_folder, checked
+
+PLAN = {"depth": [{"method": "csa2", "source": 1, "readers": [2]}]}
+
+
+def addon_of(model, **more):
+    return AddOn.untrained(model, Plan.from_dict({**PLAN, **more}))
+
+
+def test_the_bases_own_weights_pass_unchanged(tiny_model):
+    model = tiny_model("llama")
+    passed = dict(checked(model.state_dict().items(), addon_of(model), "base"))
+    assert all(torch.equal(passed[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_weights_of_a_fine_tune_are_refused(tiny_model):
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    with pytest.raises(AddOnError, match="fits no other model; got 'other': only"):
+        list(checked(other.state_dict().items(), addon_of(model), "other"))
+
+
+def test_a_folder_is_checked_without_loading_it(tiny_model, tmp_path):
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    addon = addon_of(model)
+    assert not check_folder(tmp_path, addon, "nothing")
+    model.save_pretrained(tmp_path)
+    assert check_folder(tmp_path, addon, "base")
+    other.save_pretrained(tmp_path)
+    with pytest.raises(AddOnError, match="got 'other'"):
+        check_folder(tmp_path, addon, "other")
+
+
+def test_low_rank_terms_are_merged_into_their_projections(tiny_model):
+    model = tiny_model("llama")
+    addon = addon_of(model, lora={"rank": 2, "targets": ["q", "v"]})
+    with torch.no_grad():
+        for _, _, term in addon.lora.terms():
+            term.b.copy_(torch.randn(term.b.shape))
+    passed = dict(checked(model.state_dict().items(), addon, "base"))
+    x = torch.randn(3, 32)
+    changed = set()
+    for layer, name, term in addon.lora.terms():
+        full = f"model.layers.{layer}.self_attn.{name}_proj.weight"
+        changed.add(full)
+        expected = x @ model.state_dict()[full].T + term(x)
+        assert torch.allclose(x @ passed[full].T, expected, atol=1e-5)
+    for name, tensor in model.state_dict().items():
+        assert name in changed or torch.equal(passed[name], tensor)

@@ -1,0 +1,61 @@
+"""Folding in a vLLM engine against kvfold's own runtime."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvfold.plan import Plan
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+CLOSE = 1e-3
+"""Of log-probabilities in float32. Sums run in another order, which is 1e-5; a value on the border
+between two levels of its quantisation may then be rounded to the other, which is 2e-4.
+"""
+
+ALL_AXES = {
+    "anchors": 4,
+    "window": 32,
+    "depth": [
+        {"method": "csa2", "source": 1, "readers": [2]},
+        {"method": "ced", "split": 3, "layers": [3]},
+        {"method": "latent", "layers": [4, 5], "rank": 48},
+    ],
+    "sequence": [
+        {"method": "pool", "layers": [4, 5], "group": 4, "gate": "head", "overlap": True},
+        {"method": "pool", "layers": [6], "group": 4, "gate": "token"},
+    ],
+    "bits": [{"method": "turboquant", "layers": [6, 7], "key_bits": 8, "value_bits": 4}],
+}
+"""Layer 0 stays as it is; the others are served by every axis, alone and together."""
+LENGTHS = (300, 150, 33, 7)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_greedy_tokens_equal_the_runtime_on_every_axis(
+    family, tiny_folder, random_addon, prompts, engine, generate, folded_reference
+):
+    model, folder = tiny_folder(family)
+    plan = Plan.from_dict(ALL_AXES)
+    addon, saved = random_addon(model, plan)
+    given = prompts(LENGTHS)
+    expected = folded_reference(model, addon, plan, given)
+    made = generate(engine(folder, model.config, saved), given)
+    assert made.tokens == expected.tokens
+    assert made.gap(expected) < CLOSE
+
+
+@pytest.mark.parametrize(
+    "settings", [{"enforce_eager": False}, {"tensor_parallel_size": 2}], ids=["compiled", "two"]
+)
+def test_compilation_and_tensor_parallel_change_no_token(
+    settings, tiny_folder, random_addon, prompts, engine, generate, folded_reference
+):
+    model, folder = tiny_folder("llama")
+    plan = Plan.from_dict(ALL_AXES)
+    addon, saved = random_addon(model, plan)
+    given = prompts((100, 33))
+    expected = folded_reference(model, addon, plan, given, 6)
+    made = generate(engine(folder, model.config, saved, **settings), given, 6)
+    assert made.tokens == expected.tokens
+    assert made.gap(expected) < CLOSE

@@ -1,0 +1,34 @@
+"""Block lengths for rows of different widths."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfold.vllm.pages import UNIT, RowSize, fit_pages
+
+sizes = st.dictionaries(
+    st.sampled_from(["exact", "history-4", "recent", "whole"]),
+    st.builds(RowSize, st.integers(64, 50_000).map(lambda n: 4 * n), st.sampled_from([1, 2, 4])),
+    min_size=1,
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(sizes)
+def test_every_block_fits_on_a_page_and_is_whole_slots(given_sizes):
+    pages = fit_pages(given_sizes)
+    for name, size in given_sizes.items():
+        tokens = pages.tokens[name]
+        assert tokens > 0
+        assert tokens % UNIT == 0
+        assert tokens % size.tokens == 0
+        assert tokens * size.bytes_per_token <= pages.page_bytes
+
+
+def test_a_model_in_six_groups_wastes_nothing():
+    """SmolLM2's 30 layers of 384 values, and six codes of 384."""
+    widths = {"exact": RowSize(30 * 384 * 4), "history-1": RowSize(6 * 384 * 4)}
+    pages = fit_pages(widths)
+    assert pages.tokens == {"exact": 16, "history-1": 80}
+    assert pages.wasted_fraction(widths) == 0
