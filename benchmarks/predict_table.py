@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from kvfold.fitting.live_memory import BASE
 from kvfold.fitting.machine import measured_machine
 from kvfold.fitting.mixture import Mixture, MixturePart
 from kvfold.fitting.predict import predict
-from kvfold.fitting.recipe import Recipe
+from kvfold.fitting.recipe import Recipe, StageEntry
 from kvfold.models import load, load_config
 from kvfold.store.addon import AddOn
 
@@ -49,6 +50,8 @@ STAGES: dict[str, dict[str, Any]] = {
 ROW_LENGTHS = (512, 1024)
 HELD_OUT_ROWS = 2
 TOKENS = 8192
+SHORT = 512
+"""Tokens of a row of the short run before."""
 
 
 def recipe_of(model: str, stage: dict[str, Any], seq: int) -> Recipe:
@@ -68,24 +71,34 @@ def recipe_of(model: str, stage: dict[str, Any], seq: int) -> Recipe:
 
 
 def measure(recipe: Recipe) -> dict[str, float | None]:
-    """Peak memory above the model's and seconds of the real stage, in this process."""
+    """Peak memory above the model's and seconds of the real stage, in this process.
+
+    A short run of the same stage goes before, since what a process takes to start with (modules,
+    threads, libraries' own memory) is no part of a stage.
+    """
     torch.manual_seed(0)
     model, _ = load(recipe.model_name, dtype=torch.float32)
     for weight in model.parameters():  # a file that is mapped would come in while it is measured
         weight.data = weight.data.clone()
+    (entry,) = recipe.stages
+    short = {"steps": 1, "look_every": 1} if hasattr(entry.settings, "steps") else {}
+    run(model, recipe, replace(entry, settings=replace(entry.settings, **short)), SHORT, 2 * SHORT)
+    with peak_memory(model.device) as peak:
+        seconds = run(model, recipe, entry, recipe.seq, TOKENS)
+    return {"bytes_above_model": peak.above_start, "seconds": seconds}
+
+
+def run(model: Any, recipe: Recipe, entry: StageEntry, seq: int, tokens: int) -> float:
+    """Seconds of a stage on random tokens, with an add-on of its own."""
     shape = anatomy(model)
     addon = AddOn.untrained(model, recipe.plan_for(shape))
     for parameter in addon.parameters():
         parameter.copy_(0.02 * torch.randn_like(parameter))
-    windows = torch.randint(0, shape.vocab_size, (TOKENS // recipe.seq, recipe.seq))
+    windows = torch.randint(0, shape.vocab_size, (tokens // seq, seq))
     mixture = Mixture([MixturePart("random", windows, 1.0)], 0)
-    held_out = windows[:HELD_OUT_ROWS]
-    (entry,) = recipe.stages
-    with peak_memory(model.device) as peak:
-        started = time.perf_counter()
-        entry.kind.run(model, addon, mixture, held_out, entry.settings, progress=False)
-        seconds = time.perf_counter() - started
-    return {"bytes_above_model": peak.above_start, "seconds": seconds}
+    started = time.perf_counter()
+    entry.kind.run(model, addon, mixture, windows[:HELD_OUT_ROWS], entry.settings, progress=False)
+    return time.perf_counter() - started
 
 
 FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
