@@ -33,7 +33,7 @@ HELP = (
     "Example: kvfold serve --demo"
 )
 DEMO_MODEL = "smollm2-135m"
-DEMO_ADDON = "smollm2-csa2-w128"
+DEMO_ADDON = "smollm2-csa2"
 DEMO_RESIDENT = "shared"
 """So that the demo's cache is smaller in memory too, which `auto` gives up here for speed."""
 
