@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 
+from kvfold.evaluation.suite import Silent
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
+
+
+class Told(Silent):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
 
 
 class NextTokenTask:

@@ -12,11 +12,11 @@ from filelock import FileLock
 from kvfold.errors import AddOnError, EvaluationError, ReportError
 from kvfold.evaluation.predictions import safe_name
 from kvfold.evaluation.runner import PLAIN
-from kvfold.evaluation.suite import Silent, Suite, run_suite
+from kvfold.evaluation.suite import Suite, run_suite
 from kvfold.evaluation.tasks.task import Answer
 from kvfold.plan import Plan
 
-from .suite_tasks import NextTokenTask, StatedTask
+from .suite_tasks import NextTokenTask, StatedTask, Told
 
 PLAN = Plan.from_dict(
     {"anchors": 2, "window": 4, "depth": [{"method": "csa2", "source": 3, "readers": [4, 5]}]}
@@ -26,16 +26,6 @@ WIDE = PLAN.replace(window=64)
 
 class Killed(BaseException):
     """Stands for a kill: no code expects it."""
-
-
-class Told(Silent):
-    """Keeps what was said."""
-
-    def __init__(self):
-        self.lines = []
-
-    def say(self, line):
-        self.lines.append(line)
 
 
 @pytest.fixture(scope="module")

@@ -14,21 +14,11 @@ from kvfold.evaluation.page.markdown import render_markdown
 from kvfold.evaluation.page.runs import read_run
 from kvfold.evaluation.peers.peer import logits_apart
 from kvfold.evaluation.runner import PLAIN
-from kvfold.evaluation.suite import Silent, Suite, run_suite
+from kvfold.evaluation.suite import Suite, run_suite
 from kvfold.evaluation.tasks import fidelity, needle, perplexity, turns
 from kvfold.evaluation.tasks.settings import TaskSettings
 
-from ..suite_tasks import NextTokenTask
-
-
-class Told(Silent):
-    """Keeps what was said."""
-
-    def __init__(self):
-        self.lines = []
-
-    def say(self, line):
-        self.lines.append(line)
+from ..suite_tasks import NextTokenTask, Told
 
 
 @pytest.fixture(scope="module")
