@@ -29,7 +29,7 @@ from kvfold.serving.faults import (
     of_validation,
     unknown_model,
 )
-from kvfold.serving.gates import AccessLog, KeyGate, SizeGate
+from kvfold.serving.gates import AccessLog, HeadGate, KeyGate, SizeGate
 from kvfold.serving.lane import Lane
 from kvfold.serving.metrics import Metrics
 from kvfold.serving.page import PAGE_FILES, add_page
@@ -76,6 +76,7 @@ def create_app(engine: Engine, settings: ServerSettings, metrics: Metrics) -> Fa
     _add_completions(app, Completions(engine, settings.limits, metrics))
     _add_watching(app, engine, metrics)
     add_page(app)
+    app.add_middleware(HeadGate)
     app.add_middleware(SizeGate, most=settings.body_bytes)
     if settings.keys:
         open_paths = frozenset(("/health", *PAGE_FILES))
