@@ -232,12 +232,13 @@ def _list_table(rows: Sequence[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     from kvfold.evaluation.report import readable_bytes
+    from kvfold.store.prefix_store import short_names
 
     total = sum(row["file_bytes"] for row in rows)
     table = Table(
         box=box.ROUNDED, title=f"{_counted(len(rows))}, {readable_bytes(total)}", title_style=""
     )
-    shown = _shown([row["name"] for row in rows])
+    shown = short_names([row["name"] for row in rows], SHORT)
     for heading in ("name", "model", "tokens", "bytes", "last used"):
         right = heading in ("tokens", "bytes")
         table.add_column(heading, justify="right" if right else "left", overflow="fold")
@@ -248,22 +249,6 @@ def _list_table(rows: Sequence[dict[str, Any]]) -> Table:
             row["last_used"],
         )  # fmt: skip
     return table
-
-
-def _shown(names: Sequence[str]) -> dict[str, str]:
-    """What tells each snapshot from the others: the beginning of the part that is its own.
-
-    Names begin alike where texts do.
-    """
-    from kvfold.store.prefix_store import text_of
-
-    own = {name: text_of(name) for name in names}
-    longest = max(map(len, own.values()), default=SHORT)
-    length = next(
-        (n for n in range(SHORT, longest) if len({text[:n] for text in own.values()}) == len(own)),
-        longest,
-    )
-    return {name: text[:length] for name, text in own.items()}
 
 
 def _counted(snapshots: int) -> str:
@@ -396,23 +381,20 @@ def remove_command(
     from kvfold.store.prefix_store import store_place
 
     stored = [entry.name for entry in _entries(path)]
-    chosen = stored if everything else _chosen(stored, names or (), path)
+    chosen = stored if everything else list({_only_one(path, stored, name) for name in names or ()})
     for name in chosen:
         store_place(path).remove(name)
     console().print(f"removed {len(chosen)} of {_counted(len(stored))}")
 
 
-def _chosen(stored: Sequence[str], names: Sequence[str], store: Path) -> list[str]:
-    """The snapshots that names mean: by the beginning of a whole name or of its own part."""
-    from kvfold.store.prefix_store import text_of
+def _only_one(store: Path, stored: Sequence[str], given: str) -> str:
+    """The snapshot that is meant."""
+    from kvfold.store.prefix_store import names_like
 
-    found: dict[str, None] = {}
-    for name in names:
-        matching = [n for n in stored if n.startswith(name) or text_of(n).startswith(name)]
-        if len(matching) != 1:
-            raise typer.BadParameter(
-                f"a name must begin like exactly one snapshot of the store; {name!r} fits "
-                f"{len(matching)}; see kvfold snapshot list {store}"
-            )
-        found[matching[0]] = None
-    return list(found)
+    matching = names_like(stored, given)
+    if len(matching) != 1:
+        raise typer.BadParameter(
+            f"a name must begin like exactly one snapshot of the store; {given!r} fits "
+            f"{len(matching)}; see kvfold snapshot list {store}"
+        )
+    return matching[0]

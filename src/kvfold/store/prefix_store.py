@@ -183,8 +183,26 @@ def tokens_of(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def text_of(name: str) -> str:
-    """The part of a stored cache's name that no other has: the hash of all that was read."""
+def short_names(names: Sequence[str], least: int) -> dict[str, str]:
+    """Of each name the beginning of its last part, of at least so many digits, alike for all.
+
+    The last part tells every snapshot from the others; the first is the same where texts begin
+    alike. `names_like` finds a name by it.
+    """
+    last = {name: _text(name) for name in names}
+    for digits in range(least, 2 * HASH_BYTES):
+        if len({text[:digits] for text in last.values()}) == len(last):
+            return {name: text[:digits] for name, text in last.items()}
+    return last
+
+
+def names_like(names: Sequence[str], given: str) -> list[str]:
+    """Those of which the whole or the last part begins so."""
+    return [name for name in names if name.startswith(given) or _text(name).startswith(given)]
+
+
+def _text(name: str) -> str:
+    """The hash of all that a stored cache has read."""
     return name.rpartition("-")[2]
 
 
