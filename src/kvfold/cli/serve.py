@@ -293,7 +293,8 @@ def _serve(
 
     def say(address: str) -> None:
         if is_everywhere(host):
-            screen.print("Listening on all addresses of this machine", highlight=False)
+            kind = "" if not host else "IPv6 " if ":" in host else "IPv4 "
+            screen.print(f"Listening on all {kind}addresses of this machine", highlight=False)
         screen.print(f"A page to try it: {address}/", highlight=False)
         screen.print(
             f"OpenAI's API: {address}/v1  (Ctrl-C ends it; twice, at once)", highlight=False
