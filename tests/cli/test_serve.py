@@ -67,9 +67,9 @@ def test_a_second_interrupt_while_answering_ends_at_once(tiny_folder, addon_fold
     """Whoever waits is told so, and the process ends as others do."""
     options = ["--addon", addon_folder, "--port", 0, "--max-batch", 1]
     with served(tiny_folder, *options) as (process, url, _):
-        asked = {
-            "model": str(addon_folder), "prompt": "ab", "max_tokens": 450, "logit_bias": {"2": -100},
-        }  # fmt: skip
+        models = httpx.get(url + "/v1/models").json()["data"]
+        (name,) = [model["id"] for model in models if model["folded"]]
+        asked = {"model": name, "prompt": "ab", "max_tokens": 450, "logit_bias": {"2": -100}}
         waited = []
 
         def wait():
@@ -84,7 +84,7 @@ def test_a_second_interrupt_while_answering_ends_at_once(tiny_folder, addon_fold
             while "kvfold_waiting_requests 1" not in httpx.get(url + "/metrics").text:
                 time.sleep(0.01)
             process.send_signal(signal.SIGINT)
-            time.sleep(0.3)
+            time.sleep(0.1)
             process.send_signal(signal.SIGINT)
             last = [line for line in lines if line][-1]
         waiting.join(30)

@@ -138,6 +138,26 @@ def test_closing_at_once_fails_what_is_not_done(lane: Any, serving: Any) -> None
     assert all(isinstance(w.answer(5).error, EngineClosedError) for w in waiters)
 
 
+def test_closing_does_not_wait_for_ever_for_a_step(
+    lane: Any, serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller sees that the engine still runs, and must leave the lanes alone."""
+    made, go_on = lane("ced"), threading.Event()
+    step = made.step
+    monkeypatch.setattr(made, "step", lambda: go_on.wait(30) and step())
+    engine = Engine({"ced": made})
+    engine.start()
+    waiter = serving.Waiter()
+    engine.submit(request("ced", 5, 9), waiter)
+    assert waiter.began.wait(30)
+    assert not engine.close(drain_seconds=0, halt_seconds=0.1)
+    assert engine.is_running
+    go_on.set()
+    engine.close(drain_seconds=0)
+    assert not engine.is_running
+    assert isinstance(waiter.answer(5).error, EngineClosedError)
+
+
 def test_a_fault_in_a_step_is_told_and_the_lane_goes_on(
     lane: Any, serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,7 +202,8 @@ def test_what_is_not_done_in_time_is_told_that_it_will_not_be(
     told: list[httpx.Response] = []
 
     def wait() -> None:
-        told.append(httpx.post(server.url + "/v1/completions", json={**LONG, "stream": False}))
+        asked = {**LONG, "stream": False}
+        told.append(httpx.post(server.url + "/v1/completions", json=asked, timeout=60))
 
     waiting = threading.Thread(target=wait)
     with httpx.stream("POST", server.url + "/v1/completions", json=LONG) as on:
