@@ -241,7 +241,12 @@ def _list_table(rows: Sequence[dict[str, Any]]) -> Table:
     shown = short_names([row["name"] for row in rows], SHORT)
     for heading in ("name", "model", "tokens", "bytes", "last used"):
         right = heading in ("tokens", "bytes")
-        table.add_column(heading, justify="right" if right else "left", overflow="fold")
+        table.add_column(
+            heading,
+            justify="right" if right else "left",
+            overflow="fold",
+            no_wrap=heading == "name",
+        )
     for row in rows:
         tokens = "?" if row["tokens"] is None else f"{row['tokens']:,}"
         table.add_row(
