@@ -148,10 +148,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server`."""
         loop = asyncio.get_running_loop()
-        ending, until = (
-            loop.create_task(super().shutdown(sockets)),
-            loop.time() + self.drain_seconds,
-        )
+        until = loop.time() + self.drain_seconds
+        ending = loop.create_task(super().shutdown(sockets))
         while not ending.done() and not self.force_exit and loop.time() < until:
             await asyncio.wait([ending], timeout=LOOK_SECONDS)
         if self.force_exit or not ending.done():
