@@ -124,9 +124,10 @@ def of_validation(
         )
     if problems[0]["type"] == "json_invalid":
         return invalid_json(problems[0].get("ctx", {}).get("error", "it can't be parsed"))
-    told = [f"{_place(item) or 'the body'}: {item['msg']}" for item in problems[:4]]
-    more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
-    return Fault(400, "; ".join(told) + more, param=_place(problems[0]) or None)
+    told = [f"{_place(item) or 'the body'}: {item['msg']}" for item in problems]
+    told = list(dict.fromkeys(told))  # alternatives of a field may object alike
+    more = f"; and {len(told) - 4} more" if len(told) > 4 else ""
+    return Fault(400, "; ".join(told[:4]) + more, param=_place(problems[0]) or None)
 
 
 def is_json(content_type: str | None) -> bool:
