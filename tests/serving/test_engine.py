@@ -142,14 +142,20 @@ def test_closing_does_not_wait_for_ever_for_a_step(
     lane: Any, serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its caller sees that the engine still runs, and must leave the lanes alone."""
-    made, go_on = lane("ced"), threading.Event()
+    made, begun, go_on = lane("ced"), threading.Event(), threading.Event()
     step = made.step
-    monkeypatch.setattr(made, "step", lambda: go_on.wait(30) and step())
+
+    def slowly() -> int:
+        begun.set()
+        assert go_on.wait(30)
+        return step()
+
+    monkeypatch.setattr(made, "step", slowly)
     engine = Engine({"ced": made})
     engine.start()
     waiter = serving.Waiter()
     engine.submit(request("ced", 5, 9), waiter)
-    assert waiter.began.wait(30)
+    assert begun.wait(30)
     assert not engine.close(drain_seconds=0, halt_seconds=0.1)
     assert engine.is_running
     go_on.set()
