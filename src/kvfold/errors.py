@@ -90,6 +90,10 @@ class RequestError(KvfoldError, ValueError):
         self.code = code
 
 
+class AddressError(KvfoldError, OSError):
+    """The server can't listen where it was asked to."""
+
+
 class QueueFullError(KvfoldError, RuntimeError):
     """As many requests wait as may; try again later."""
 

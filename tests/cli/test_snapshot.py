@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 
 import pytest
 
@@ -48,7 +50,7 @@ def test_a_longer_prompt_goes_on_from_the_store(make, kvfold, stored):
     assert rows[0]["tokens"] == 180
     table = kvfold("snapshot", "list", stored).stdout
     assert "3 snapshots" in table
-    assert rows[0]["name"][:12] in table
+    assert rows[0]["name"][-32:][:12] in table
 
 
 def test_a_short_prompt_is_not_kept_in_a_store(make, tmp_path):
@@ -79,6 +81,62 @@ def test_snapshots_are_removed_by_name_or_all(kvfold, stored):
     done = kvfold("snapshot", "rm", stored, rows[0]["name"][:14])
     assert "removed 1 of 2" in done.stdout
     assert "removed 1 of 1" in kvfold("snapshot", "rm", stored, "--all").stdout
+
+
+def test_what_the_list_shows_is_what_rm_takes(make, kvfold, tmp_path):
+    """Two prompts of one beginning, and with it of names that begin alike."""
+    store = tmp_path / "store"
+    for prompt in ("a" * 100, "a" * 110, "a" * 90 + "b" * 20):
+        assert make("--prompt", prompt, "--store", store).exit_code == 0
+    rows = json.loads(kvfold("snapshot", "list", store, "--json").stdout)
+    assert len({row["name"][:32] for row in rows}) == 1
+    cells = re.findall(r"│ ([0-9a-f]{12}) +│", kvfold("snapshot", "list", store).stdout)
+    assert len(set(cells)) == 3
+    assert kvfold("snapshot", "rm", store, rows[0]["name"][:12]).exit_code == 2
+    assert "removed 1 of 3 snapshots" in kvfold("snapshot", "rm", store, cells[1]).stdout
+    left = json.loads(kvfold("snapshot", "list", store, "--json").stdout)
+    assert [row["name"] for row in left] == [rows[0]["name"], rows[2]["name"]]
+    assert "removed 1 of 2 snapshots" in kvfold("snapshot", "rm", store, cells[0]).stdout
+    assert "1 snapshot," in kvfold("snapshot", "list", store).stdout
+
+
+def test_pipes_and_folders_are_no_snapshots(kvfold, stored):
+    pipe = stored / f"{next(stored.glob('*.kvfold')).stem[:-4]}0000.kvfold"
+    os.mkfifo(pipe)
+    (stored / "folder.kvfold").mkdir()
+    assert "2 whole, 0 damaged" in kvfold("snapshot", "verify", stored).stdout
+    assert len(json.loads(kvfold("snapshot", "list", stored, "--json").stdout)) == 2
+    for command in ("verify", "show"):
+        done = kvfold("snapshot", command, pipe)
+        assert done.exit_code == 2
+        assert "is a regular file" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("command", ["list", "rm", "verify", "show"])
+def test_only_folders_of_this_machine_are_looked_at(kvfold, command):
+    done = kvfold("snapshot", command, "s3://bucket/folder")
+    assert done.exit_code == 2
+    told = " ".join(done.output.replace("│", " ").split())
+    assert "only folders and files of this machine" in told
+    assert "s3://bucket/folder" in told
+
+
+def test_a_file_that_is_too_long_is_not_called_cut_off(kvfold, stored):
+    path = next(stored.glob("*.kvfold"))
+    path.write_bytes(path.read_bytes() + b"x")
+    told = kvfold("snapshot", "verify", path).stdout
+    assert "something were written behind it" in " ".join(told.split())
+    assert "cut off" not in told
+
+
+def test_an_unusable_store_is_told_before_anything_is_loaded(kvfold, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    done = kvfold(
+        "snapshot", "make", "no-such-model", "--addon", "none", "--prompt", "a",
+        "--store", tmp_path / "link",
+    )  # fmt: skip
+    assert done.exit_code == 2
+    assert "a link to nothing" in " ".join(done.output.split())
 
 
 def test_only_snapshots_are_removed_as_files(kvfold, stored, tmp_path):

@@ -212,7 +212,11 @@ class LiveServer:
         metrics = Metrics()
         self.engine = Engine(lanes, queue=queue, listener=metrics)
         self.server = make_server(
-            create_app(self.engine, made, metrics), "127.0.0.1", 0, made.drain_seconds
+            create_app(self.engine, made, metrics),
+            self.engine,
+            "127.0.0.1",
+            0,
+            made.drain_seconds,
         )
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()

@@ -138,6 +138,32 @@ def test_closing_at_once_fails_what_is_not_done(lane: Any, serving: Any) -> None
     assert all(isinstance(w.answer(5).error, EngineClosedError) for w in waiters)
 
 
+def test_closing_does_not_wait_for_ever_for_a_step(
+    lane: Any, serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller sees that the engine still runs, and must leave the lanes alone."""
+    made, begun, go_on = lane("ced"), threading.Event(), threading.Event()
+    step = made.step
+
+    def slowly() -> int:
+        begun.set()
+        assert go_on.wait(30)
+        return step()
+
+    monkeypatch.setattr(made, "step", slowly)
+    engine = Engine({"ced": made})
+    engine.start()
+    waiter = serving.Waiter()
+    engine.submit(request("ced", 5, 9), waiter)
+    assert begun.wait(30)
+    assert not engine.close(drain_seconds=0, halt_seconds=0.1)
+    assert engine.is_running
+    go_on.set()
+    engine.close(drain_seconds=0)
+    assert not engine.is_running
+    assert isinstance(waiter.answer(5).error, EngineClosedError)
+
+
 def test_a_fault_in_a_step_is_told_and_the_lane_goes_on(
     lane: Any, serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

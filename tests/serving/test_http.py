@@ -193,6 +193,35 @@ def test_shutting_down_lets_answers_finish(serve: Any, lane: Any) -> None:
         httpx.get(server.url + "/health")
 
 
+@pytest.mark.parametrize("forced", [True, False])
+def test_what_is_not_done_in_time_is_told_that_it_will_not_be(
+    serve: Any, lane: Any, forced: bool
+) -> None:
+    """Forced, or when the time to finish is over; and the engine has ended before the server."""
+    server = serve({"ced": lane("ced", max_rows=1)}, drain_seconds=60.0 if forced else 0.2)
+    told: list[httpx.Response] = []
+
+    def wait() -> None:
+        asked = {**LONG, "stream": False}
+        told.append(httpx.post(server.url + "/v1/completions", json=asked, timeout=60))
+
+    waiting = threading.Thread(target=wait)
+    with httpx.stream("POST", server.url + "/v1/completions", json=LONG) as on:
+        lines = on.iter_lines()
+        next(lines)
+        waiting.start()
+        while not server.engine.state().waiting:
+            time.sleep(0.01)
+        server.server.should_exit = True
+        server.server.force_exit = forced
+        last = [line for line in lines if line][-1]
+    waiting.join(30)
+    server.thread.join(30)
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert check_error(told[0], 503)["code"] == "shutting_down"
+    assert not server.engine.is_running
+
+
 def test_a_server_with_keys_wants_one(serve: Any, lane: Any) -> None:
     server = serve({"ced": lane("ced")}, keys=("secret", "other"), cors=("http://page.example",))
     with httpx.Client(base_url=server.url) as http:

@@ -112,6 +112,82 @@ def test_what_a_killed_writer_left_is_never_seen_and_cleared_at_the_next_write(t
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "a.kvfold", "c.kvfold"]
 
 
+def own(name):
+    """A form of name, as a store has one."""
+    return name.startswith("own-")
+
+
+def strangers(folder):
+    """What a store must leave alone, each with its kind: by foreign names, and by its own."""
+    folder.mkdir(exist_ok=True)
+    (folder / "outside").write_bytes(b"x" * 50)
+    (folder / "letter.kvfold").write_bytes(b"x" * 90)
+    (folder / ".letter.kvfold.part.tmp").write_bytes(b"x")
+    (folder / ".notes.tmp").write_bytes(b"x")
+    for name in ("other", "own-folder"):
+        (folder / f"{name}.kvfold").mkdir()
+    for name in ("other-link", "own-link"):
+        (folder / f"{name}.kvfold").symlink_to(folder / "outside")
+    (folder / "own-dangling.kvfold").symlink_to(folder / "nowhere")
+    os.mkfifo(folder / "own-pipe.kvfold")
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_only_the_stores_own_regular_files_are_counted_read_and_dropped(tmp_path):
+    before = strangers(tmp_path)
+    place = place_at(tmp_path, own)
+    for number in range(4):
+        place.write(f"own-{number}", b"x" * 10, 30)
+    assert names(place) == ["own-1", "own-2", "own-3"]
+    for name in ("own-folder", "own-link", "own-dangling", "own-pipe"):
+        assert place.read(name) is None
+    kept = {".lock", "own-1.kvfold", "own-2.kvfold", "own-3.kvfold"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*before, *kept})
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "dangling", "pipe"])
+def test_what_lies_under_a_name_that_is_needed_is_moved_aside(kind, tmp_path, caplog):
+    strangers(tmp_path)
+    place = place_at(tmp_path, own)
+    place.write(f"own-{kind}", b"content", 100)
+    assert place.read(f"own-{kind}") == b"content"
+    assert names(place) == [f"own-{kind}"]
+    (aside,) = tmp_path.glob(f"own-{kind}.kvfold.aside-*")
+    assert f"moved aside as {aside.name}" in caplog.text
+    assert (tmp_path / "outside").read_bytes() == b"x" * 50
+
+
+def test_files_by_foreign_names_at_a_url_are_left_alone():
+    pytest.importorskip("fsspec")
+    url = f"memory://store-{time.time_ns()}"
+    place_at(url).write("letter", b"x" * 90, 100)
+    place = place_at(url, own)
+    for number in range(4):
+        place.write(f"own-{number}", b"x" * 10, 30)
+    assert names(place) == ["own-1", "own-2", "own-3"]
+    assert names(place_at(url)) == ["letter", "own-1", "own-2", "own-3"]
+
+
+def test_a_place_that_takes_files_is_made_and_left_empty(place):
+    place.check_writable()
+    assert place.entries() == []
+    if isinstance(place, LocalPlace):
+        assert [path.name for path in place.folder.iterdir()] in ([], [".lock"])
+
+
+def test_a_place_that_takes_no_files_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").write_bytes(b"x")
+    for folder, told in [
+        (tmp_path / "link", "a link to nothing"),
+        (tmp_path / "file" / "below", "Not a directory"),
+        (Path("/proc/self"), "files can be written to"),  # not even by root
+    ]:
+        if folder.parent.exists():
+            with pytest.raises(SnapshotError, match=told):
+                place_at(folder).check_writable()
+
+
 def test_a_writer_killed_at_any_moment_leaves_whole_files_and_no_lock(tmp_path):
     running = writer(tmp_path, "killed", 60)
     while not any(tmp_path.glob("*.kvfold")):

@@ -17,7 +17,14 @@ from kvfold.plan import Plan
 from kvfold.runtime.attach import attach
 from kvfold.store.addon import AddOn
 from kvfold.store.identity import Identity
-from kvfold.store.prefix_store import PrefixStore, _Chain, resumes_as_cold, tokens_of
+from kvfold.store.prefix_store import (
+    PrefixStore,
+    _Chain,
+    names_like,
+    resumes_as_cold,
+    short_names,
+    tokens_of,
+)
 
 KEYS = {"window": 8, "bits": [{"method": "turboquant", "layers": [0, 1, 2, 3, 4, 5]}]}
 SYSTEM = list(range(3, 40))
@@ -112,6 +119,37 @@ def test_names_are_equal_for_equal_prefixes_only(
         assert tokens_of(names[0]) == tokens
         assert (names[0] == names[1]) == (one[:tokens] == other[:tokens])
         assert chains[1].name_fits(names[0], tokens) == (names[0] == names[1])
+
+
+def test_only_names_of_the_stores_form_are_its_own() -> None:
+    name = _Chain(IDENTITY, np.arange(20, dtype="<i4"), 16).name(20)
+    assert tokens_of(name) == 20
+    for other in ("a-20-b", "letter", name[:-1], name.upper(), f"{name}0", name.replace("-", "_")):
+        assert tokens_of(other) is None
+
+
+def test_short_names_tell_snapshots_with_one_beginning_apart() -> None:
+    chain = _Chain(IDENTITY, np.arange(31, dtype="<i4"), 16)
+    names = [chain.name(tokens) for tokens in range(16, 31)]
+    assert len({name[:32] for name in names}) == 1
+    short = short_names(names, 6)
+    assert {len(text) for text in short.values()} == {6}
+    assert all(names_like(names, short[name]) == [name] for name in names)
+    assert names_like(names, names[3][:20]) == names
+    alike = [f"{'0' * 32}-00000020-{'ab' * 15}{end}" for end in ("00", "01", "11")]
+    assert list(short_names(alike, 6).values()) == [name[-32:] for name in alike]
+    assert short_names([], 6) == {}
+
+
+def test_a_folder_under_the_name_of_a_prompt_costs_no_more_than_one_reading(
+    store: Any, attachment: Any
+) -> None:
+    name = keep(store, attachment, SYSTEM)
+    store.place.path(name).unlink()
+    store.place.path(name).mkdir()
+    assert store.longest(attachment, [*SYSTEM, 50]) is None
+    assert keep(store, attachment, SYSTEM) == name
+    assert store.longest(attachment, [*SYSTEM, 50]).tokens == 37
 
 
 def test_another_maker_finds_nothing(store: Any, attachment: Any, model: Any) -> None:

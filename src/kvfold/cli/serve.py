@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
+import os
+import socket
+import sys
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -22,6 +27,7 @@ from kvfold.cli.options import (
 from kvfold.errors import MissingExtraError
 
 if TYPE_CHECKING:
+    from kvfold.serving.engine import Engine
     from kvfold.serving.lane import Lane
     from kvfold.serving.loading import StoreOf
 
@@ -36,6 +42,10 @@ DEMO_MODEL = "smollm2-135m"
 DEMO_ADDON = "smollm2-csa2"
 DEMO_RESIDENT = "shared"
 """So that the demo's cache is smaller in memory too, which `auto` gives up here for speed."""
+INTERRUPTED = 130
+"""The exit code of what Ctrl-C has cut short."""
+
+log = logging.getLogger(__name__)
 
 
 def register(app: typer.Typer) -> None:
@@ -126,32 +136,12 @@ def serve_command(
         raise typer.BadParameter("--demo names model and add-on itself; leave them out")
     name = DEMO_MODEL if demo or model is None else model
     require_extra()
-    from kvfold.serving.lane import LaneSettings
-
-    keys = read_keys(api_key_file)
-    screen = Console(stderr=True)
-    lanes = load_lanes(
-        screen,
-        name,
-        [DEMO_ADDON] if demo else addon or [],
-        LaneSettings(max_rows=max_batch, chunk=prefill_chunk, context=context),
-        plain=plain,
-        warm_up=warm_up,
-        resident=resident or (DEMO_RESIDENT if demo else None),
-        dtype=dtype,
-        device=device,
-        store_of=None if store is None else stores_in(store, store_bytes),
-        store_plain=store_plain,
-    )
-    if not keys and not is_loopback(host):
-        screen.print(
-            f"Listening on {host} without a key: whoever reaches this machine can use it. "
-            "--api-key-file asks for one.",
-            style="yellow",
-        )
     from kvfold.serving.app import ServerSettings
     from kvfold.serving.asking import Limits
+    from kvfold.serving.lane import LaneSettings
+    from kvfold.serving.server import bound_sockets
 
+    keys = read_keys(api_key_file)
     settings = ServerSettings(
         keys=keys,
         cors=tuple(cors_origin or ()),
@@ -159,7 +149,31 @@ def serve_command(
         drain_seconds=drain_seconds,
         limits=Limits(max_tokens=max_tokens),
     )
-    _serve(screen, lanes, queue, settings, host, port)
+    screen = Console(stderr=True)
+    with ExitStack() as held:
+        # Before the model is loaded, which may take minutes: what can fail at once does so.
+        sockets = [held.enter_context(one) for one in bound_sockets(host, port)]
+        store_of = None if store is None else stores_in(store, store_bytes)
+        lanes = load_lanes(
+            screen,
+            name,
+            [DEMO_ADDON] if demo else addon or [],
+            LaneSettings(max_rows=max_batch, chunk=prefill_chunk, context=context),
+            plain=plain,
+            warm_up=warm_up,
+            resident=resident or (DEMO_RESIDENT if demo else None),
+            dtype=dtype,
+            device=device,
+            store_of=store_of,
+            store_plain=store_plain,
+        )
+        if not keys and not is_loopback(host):
+            screen.print(
+                f"Listening on {host} without a key: whoever reaches this machine can use it. "
+                "--api-key-file asks for one.",
+                style="yellow",
+            )
+        _serve(screen, lanes, queue, settings, host, port, sockets)
 
 
 def require_extra() -> None:
@@ -176,11 +190,16 @@ def require_extra() -> None:
 
 
 def stores_in(where: str, max_bytes: int) -> StoreOf:
-    """Makes stores over one folder or URL; raises `SnapshotError` or `MissingExtraError`."""
+    """Makes stores over one folder or URL that can be written to.
+
+    Raises `SnapshotError` or `MissingExtraError`.
+    """
     from kvfold.serving.stored import StoredPrefixes
     from kvfold.store.prefix_store import PrefixStore
 
-    return partial(StoredPrefixes, PrefixStore(where, max_bytes=max_bytes))
+    store = PrefixStore(where, max_bytes=max_bytes)
+    store.place.check_writable()
+    return partial(StoredPrefixes, store)
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:
@@ -255,27 +274,60 @@ def load_lanes(
 
 
 def _serve(
-    screen: Console, lanes: dict[str, Lane], queue: int, settings: Any, host: str, port: int
+    screen: Console,
+    lanes: dict[str, Lane],
+    queue: int,
+    settings: Any,
+    host: str,
+    port: int,
+    sockets: list[socket.socket],
 ) -> None:
     from kvfold.serving.app import create_app
     from kvfold.serving.engine import Engine
-    from kvfold.serving.loading import close_lanes
     from kvfold.serving.metrics import Metrics
-    from kvfold.serving.server import log_as_json_lines, make_server
+    from kvfold.serving.server import is_everywhere, log_as_json_lines, make_server
 
     metrics = Metrics()
     engine = Engine(lanes, queue=queue, listener=metrics)
     log_as_json_lines()
 
     def say(address: str) -> None:
+        if is_everywhere(host):
+            kind = "" if not host else "IPv6 " if ":" in host else "IPv4 "
+            screen.print(f"Listening on all {kind}addresses of this machine", highlight=False)
         screen.print(f"A page to try it: {address}/", highlight=False)
-        screen.print(f"OpenAI's API: {address}/v1  (Ctrl-C ends it)", highlight=False)
+        screen.print(
+            f"OpenAI's API: {address}/v1  (Ctrl-C ends it; twice, at once)", highlight=False
+        )
 
     app = create_app(engine, settings, metrics)
-    server = make_server(app, host, port, settings.drain_seconds, say)
+    server = make_server(app, engine, host, port, settings.drain_seconds, say)
     try:
-        server.run()
-    finally:
-        close_lanes(lanes.values())
+        try:
+            server.run(sockets)
+        finally:
+            _close(engine, lanes)
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED)
+    if server.force_exit:
+        raise typer.Exit(INTERRUPTED)
     if not server.started:
         raise typer.Exit(1)
+
+
+def _close(engine: Engine, lanes: dict[str, Lane]) -> None:
+    """Stop the engine, if it was not, and only then take the add-ons off."""
+    from kvfold.serving.loading import close_lanes
+
+    engine.close(drain_seconds=0)
+    if engine.is_running:
+        log.error("the engine is still in the midst of its work, and is left there")
+        _leave(INTERRUPTED)
+    close_lanes(lanes.values())
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process here: Python's own end would abort it while a thread is at work in torch."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvfold.runtime.attach import Attachment
+    from kvfold.store.prefix_store import PrefixStore
     from kvfold.store.snapshot import Description
 
 HELP = (
@@ -56,14 +57,29 @@ VERIFY = (
     "Example: kvfold snapshot verify cache"
 )
 REMOVE = (
-    "Remove snapshots: files by path, or those of a store by the beginning of their names.\n\n"
+    "Remove snapshots: files by path, or those of a store by what `list` shows of their names, or "
+    "the beginning of a whole name.\n\n"
     "Example: kvfold snapshot rm cache 3f2a91, or kvfold snapshot rm cache --all"
 )
 SHORT = 12
 FAILURE = 2
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-StoreArgument = Annotated[Path, typer.Argument(metavar="STORE", help="A store's folder.")]
+
+
+def local_path(text: str) -> Path:
+    """A path of this machine; raises `typer.BadParameter` for a URL."""
+    if "://" in text:
+        raise typer.BadParameter(
+            f"only folders and files of this machine can be looked at here; {text} is a URL "
+            "(kvfold snapshot make and kvfold serve can use it as a store)"
+        )
+    return Path(text)
+
+
+StoreArgument = Annotated[
+    Path, typer.Argument(metavar="STORE", help="A store's folder.", parser=local_path)
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -112,31 +128,39 @@ def make_command(
     if out is None and store is None:
         raise typer.BadParameter("say where to keep it: --out FILE or --store STORE")
     text = read_prompt(prompt, prompt_file)
+    prefixes = None if store is None else _usable_store(store, int(budget * 1e9))
     loaded, tokenizer = load_model(model, dtype, device)
     changes = {"window": keep_window, "anchors": anchors, "resident": resident}
     (found,) = load_addons([addon], loaded).values()
     ids = encode_prompt(tokenizer, text, raw=raw).to(loaded.device)
     with attach(loaded, with_plan(found, **changes), keep_codes=True) as attachment:
-        made = _make(attachment, ids, out, store, int(budget * 1e9))
+        made = _make(attachment, ids, out, prefixes)
     if as_json:
         typer.echo(json.dumps(made, indent=1))
         return
     _say_made(made)
 
 
+def _usable_store(where: str, max_bytes: int) -> PrefixStore:
+    from kvfold.store.prefix_store import PrefixStore
+
+    made = PrefixStore(where, max_bytes=max_bytes)
+    made.place.check_writable()  # before a model is loaded and a prompt is run for it
+    return made
+
+
 def _make(
-    attachment: Attachment, ids: Any, out: Path | None, store: str | None, budget: int
+    attachment: Attachment, ids: Any, out: Path | None, prefixes: PrefixStore | None
 ) -> dict[str, Any]:
     """Where the snapshot of a prompt was written, and its bytes beside the plain cache's."""
     import torch
 
     from kvfold.runtime.feeding import cache_argument
     from kvfold.runtime.ledger import plain_bytes
-    from kvfold.store.prefix_store import PrefixStore, resumes_as_cold
+    from kvfold.store.prefix_store import resumes_as_cold
     from kvfold.store.snapshot import Snapshot
 
     model = attachment.model
-    prefixes = None if store is None else PrefixStore(store, max_bytes=budget)
     found = None
     if prefixes is not None and resumes_as_cold(attachment.plan):
         found = prefixes.longest(attachment, ids[0].tolist())
@@ -208,29 +232,40 @@ def _list_table(rows: Sequence[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     from kvfold.evaluation.report import readable_bytes
+    from kvfold.store.prefix_store import short_names
 
     total = sum(row["file_bytes"] for row in rows)
     table = Table(
-        box=box.ROUNDED, title=f"{len(rows)} snapshots, {readable_bytes(total)}", title_style=""
+        box=box.ROUNDED, title=f"{_counted(len(rows))}, {readable_bytes(total)}", title_style=""
     )
+    shown = short_names([row["name"] for row in rows], SHORT)
     for heading in ("name", "model", "tokens", "bytes", "last used"):
         right = heading in ("tokens", "bytes")
-        table.add_column(heading, justify="right" if right else "left", overflow="fold")
+        table.add_column(
+            heading,
+            justify="right" if right else "left",
+            overflow="fold",
+            no_wrap=heading == "name",
+        )
     for row in rows:
         tokens = "?" if row["tokens"] is None else f"{row['tokens']:,}"
         table.add_row(
-            row["name"][:SHORT], row["model"], tokens, readable_bytes(row["file_bytes"]),
+            shown[row["name"]], row["model"], tokens, readable_bytes(row["file_bytes"]),
             row["last_used"],
         )  # fmt: skip
     return table
 
 
+def _counted(snapshots: int) -> str:
+    return f"{snapshots} snapshot{'' if snapshots == 1 else 's'}"
+
+
 def _entries(store: Path) -> list[Any]:
-    from kvfold.store.places import place_at
+    from kvfold.store.prefix_store import store_place
 
     if not store.is_dir():
         raise typer.BadParameter(f"there is no store {store}; kvfold snapshot make makes one")
-    return place_at(store).entries()
+    return store_place(store).entries()
 
 
 def _model_of(store: Path, name: str) -> str:
@@ -245,7 +280,9 @@ def _model_of(store: Path, name: str) -> str:
 
 
 def show_command(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot's file.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A snapshot's file.", parser=local_path)
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Show; see SHOW."""
@@ -283,7 +320,10 @@ def _show_table(described: Description, size: int) -> Table:
 
 def verify_command(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Snapshot files, or stores of them.")
+        list[Path],
+        typer.Argument(
+            metavar="PATH...", help="Snapshot files, or stores of them.", parser=local_path
+        ),
     ],
     as_json: JsonOption = False,
 ) -> None:
@@ -315,16 +355,19 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 
     for path in paths:
         if path.is_dir():
-            yield from sorted(path.glob(f"*{SUFFIX}"))
+            yield from sorted(found for found in path.glob(f"*{SUFFIX}") if found.is_file())
         else:
             yield path
 
 
 def remove_command(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A store, or a snapshot's file.")],
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="A store, or a snapshot's file.", parser=local_path),
+    ],
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME...", help="Beginnings of names that `list` shows."),
+        typer.Argument(metavar="NAME...", help="Names, or their beginnings, as `list` shows."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All snapshots of the store.")] = False,
 ) -> None:
@@ -340,17 +383,23 @@ def remove_command(
         return
     if bool(names) == everything:
         raise typer.BadParameter("say which to remove: names (see kvfold snapshot list), or --all")
-    from kvfold.store.places import place_at
+    from kvfold.store.prefix_store import store_place
 
     stored = [entry.name for entry in _entries(path)]
-    for name in names or ():
-        matching = [known for known in stored if known.startswith(name)]
-        if len(matching) != 1:
-            raise typer.BadParameter(
-                f"a name must begin like exactly one snapshot of the store; {name!r} fits "
-                f"{len(matching)}; see kvfold snapshot list {path}"
-            )
-    chosen = [n for n in stored if everything or any(n.startswith(given) for given in names or ())]
+    chosen = stored if everything else list({_only_one(path, stored, name) for name in names or ()})
     for name in chosen:
-        place_at(path).remove(name)
-    console().print(f"removed {len(chosen)} of {len(stored)} snapshots")
+        store_place(path).remove(name)
+    console().print(f"removed {len(chosen)} of {_counted(len(stored))}")
+
+
+def _only_one(store: Path, stored: Sequence[str], given: str) -> str:
+    """The snapshot that is meant."""
+    from kvfold.store.prefix_store import names_like
+
+    matching = names_like(stored, given)
+    if len(matching) != 1:
+        raise typer.BadParameter(
+            f"a name must begin like exactly one snapshot of the store; {given!r} fits "
+            f"{len(matching)}; see kvfold snapshot list {store}"
+        )
+    return matching[0]

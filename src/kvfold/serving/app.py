@@ -29,7 +29,7 @@ from kvfold.serving.faults import (
     of_validation,
     unknown_model,
 )
-from kvfold.serving.gates import AccessLog, KeyGate, SizeGate
+from kvfold.serving.gates import AccessLog, HeadGate, KeyGate, SizeGate
 from kvfold.serving.lane import Lane
 from kvfold.serving.metrics import Metrics
 from kvfold.serving.page import PAGE_FILES, add_page
@@ -76,6 +76,7 @@ def create_app(engine: Engine, settings: ServerSettings, metrics: Metrics) -> Fa
     _add_completions(app, Completions(engine, settings.limits, metrics))
     _add_watching(app, engine, metrics)
     add_page(app)
+    app.add_middleware(HeadGate)
     app.add_middleware(SizeGate, most=settings.body_bytes)
     if settings.keys:
         open_paths = frozenset(("/health", *PAGE_FILES))
@@ -92,23 +93,25 @@ def create_app(engine: Engine, settings: ServerSettings, metrics: Metrics) -> Fa
     return app
 
 
-def _answer(fault: Fault) -> JSONResponse:
-    return JSONResponse(fault.body(), fault.status, fault.headers())
+def _answer(fault: Fault) -> Response:
+    # Encoded as ASCII: what is told of a request may hold text that no encoding takes.
+    return Response(fault.encoded(), fault.status, fault.headers(), media_type="application/json")
 
 
 def _add_faults(app: FastAPI, engine: Engine) -> None:
     """Every fault in one shape."""
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: HttpRequest, error: RequestValidationError) -> JSONResponse:
-        return _answer(of_validation(list(error.errors())))
+    async def invalid(http: HttpRequest, error: RequestValidationError) -> Response:
+        content_type = http.headers.get("content-type")
+        return _answer(of_validation(list(error.errors()), await http.body(), content_type))
 
     @app.exception_handler(HTTPException)
-    async def refused(_: HttpRequest, error: HTTPException) -> JSONResponse:
+    async def refused(_: HttpRequest, error: HTTPException) -> Response:
         return _answer(of_status(error.status_code, str(error.detail)))
 
     @app.exception_handler(ModelNotServedError)
-    async def unknown(_: HttpRequest, error: ModelNotServedError) -> JSONResponse:
+    async def unknown(_: HttpRequest, error: ModelNotServedError) -> Response:
         return _answer(unknown_model(str(error), list(engine.lanes)))
 
     @app.exception_handler(ClientLeftError)
@@ -116,11 +119,11 @@ def _add_faults(app: FastAPI, engine: Engine) -> None:
         return nobody_waits()
 
     @app.exception_handler(AnswerFailedError)
-    async def given_up(_: HttpRequest, error: AnswerFailedError) -> JSONResponse:
+    async def given_up(_: HttpRequest, error: AnswerFailedError) -> Response:
         return _answer(of_error(error.error))
 
     @app.exception_handler(Exception)
-    async def failed(_: HttpRequest, error: Exception) -> JSONResponse:
+    async def failed(_: HttpRequest, error: Exception) -> Response:
         return _answer(of_error(error))
 
     # Not only by the handler of every exception: that one's are raised again, as unexpected.

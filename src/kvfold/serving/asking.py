@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfold.errors import RequestError
-from kvfold.serving.chat import chat_tokens
+from kvfold.serving.chat import chat_tokens, check_unicode
 from kvfold.serving.lane import Lane
 from kvfold.serving.request import Request, Sampling
-from kvfold.serving.schema import ChatRequest, Common, CompletionRequest
+from kvfold.serving.schema import MOST_TOKENS, ChatRequest, Common, CompletionRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Of `/v1/completions`, as OpenAI has it."""
@@ -40,8 +40,8 @@ def ask_chat(lane: Lane, wanted: ChatRequest, limits: Limits) -> Asked:
     tokens = chat_tokens(lane.tokenizer, wanted.messages, tools)
     asked_for = wanted.max_completion_tokens or wanted.max_tokens
     top = (wanted.top_logprobs or 0) if wanted.logprobs else None
-    made = _request(lane, wanted, tokens, _length(lane, tokens, asked_for, limits), top)
-    return Asked((made,), ("",))
+    length = _length(lane, tokens, asked_for, limits, "messages")
+    return Asked((_request(lane, wanted, tokens, length, top, "messages"),), ("",))
 
 
 def _refuse_chat(wanted: ChatRequest) -> None:
@@ -71,11 +71,11 @@ def ask_completion(lane: Lane, wanted: CompletionRequest, limits: Limits) -> Ask
             param="prompt",
         )
     asked_for = wanted.max_tokens or DEFAULT_COMPLETION_TOKENS
-    requests = tuple(
-        _request(lane, wanted, tokens, _length(lane, tokens, asked_for, limits), wanted.logprobs)
-        for tokens, _ in prompts
-    )
-    return Asked(requests, tuple(text if wanted.echo else "" for _, text in prompts))
+    requests = []
+    for tokens, _ in prompts:
+        length = _length(lane, tokens, asked_for, limits, "prompt")
+        requests.append(_request(lane, wanted, tokens, length, wanted.logprobs, "prompt"))
+    return Asked(tuple(requests), tuple(text if wanted.echo else "" for _, text in prompts))
 
 
 def _refuse_completion(wanted: CompletionRequest) -> None:
@@ -101,8 +101,9 @@ def _prompts(tokenizer: Any, wanted: CompletionRequest) -> list[tuple[list[int],
     is_one = isinstance(given, str) or isinstance(given[0], int)
     several: Sequence[Any] = [given] if is_one else given
     made = []
-    for prompt in several:
+    for number, prompt in enumerate(several):
         if isinstance(prompt, str):
+            check_unicode(prompt, "the prompt" if is_one else f"prompt {number}", "prompt")
             tokens = list(tokenizer(prompt)["input_ids"])
             if not tokens and isinstance(tokenizer.bos_token_id, int):
                 tokens = [tokenizer.bos_token_id]
@@ -116,13 +117,19 @@ def _prompts(tokenizer: Any, wanted: CompletionRequest) -> list[tuple[list[int],
     return made
 
 
-def _length(lane: Lane, tokens: Sequence[int], asked_for: int | None, limits: Limits) -> int:
-    """How many tokens an answer may have; what is left where none is asked for."""
+def _length(
+    lane: Lane, tokens: Sequence[int], asked_for: int | None, limits: Limits, source: str
+) -> int:
+    """How many tokens an answer may have; what is left where none is asked for.
+
+    source: the part of the request that the prompt's tokens came from, for errors.
+    """
     left = lane.context - len(tokens)
     if left < 1:
         raise RequestError(
             f"this model takes {lane.context} tokens, prompt and answer together; the prompt alone "
             f"has {len(tokens)}; shorten it",
+            param=source,
             code="context_length_exceeded",
         )
     if asked_for is None:
@@ -137,7 +144,7 @@ def _length(lane: Lane, tokens: Sequence[int], asked_for: int | None, limits: Li
 
 
 def _request(
-    lane: Lane, wanted: Common, tokens: Sequence[int], length: int, top: int | None
+    lane: Lane, wanted: Common, tokens: Sequence[int], length: int, top: int | None, source: str
 ) -> Request:
     stop = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop or []
     made = Request(
@@ -157,13 +164,23 @@ def _request(
         top,
         bool(wanted.kvfold_cache),
     )
-    lane.check(made)
+    lane.check(made, source)
     return made
 
 
 def _bias(given: dict[str, float], vocabulary: int) -> dict[int, float]:
-    if not all(name.isascii() and name.isdigit() and int(name) < vocabulary for name in given):
+    if not all(_is_token(name, vocabulary) for name in given):
         raise RequestError(
             f"the keys of logit_bias are token ids from 0 to {vocabulary - 1}", param="logit_bias"
         )
     return {int(name): bias for name, bias in given.items()}
+
+
+def _is_token(name: str, vocabulary: int) -> bool:
+    """The length is looked at first: Python refuses to read numbers of thousands of digits."""
+    return (
+        name.isascii()
+        and name.isdigit()
+        and len(name) <= len(str(MOST_TOKENS))
+        and int(name) < vocabulary
+    )

@@ -41,6 +41,9 @@ def chat_tokens(
         )
     plain = [_plain(message) for message in messages]
     given = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+    for number, message in enumerate(plain):
+        check_unicode(message, f"message {number}", "messages")
+    check_unicode(given, "a tool", "tools")
     try:
         made = tokenizer.apply_chat_template(
             plain, tools=given, add_generation_prompt=True, return_dict=True
@@ -53,6 +56,21 @@ def chat_tokens(
     if not tokens:
         raise RequestError("these messages make no tokens at all", param="messages")
     return tokens
+
+
+def check_unicode(given: Any, what: str, param: str) -> None:
+    """Raise `RequestError` for text that no tokenizer takes: JSON can write half a character.
+
+    given: text, or plain data that holds some. what: its name in the message.
+    """
+    try:
+        json.dumps(given, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{what} must be Unicode text; got half of a surrogate pair, "
+            f"\\u{ord(error.object[error.start]):04x}; send both halves, or the character itself",
+            param=param,
+        ) from None
 
 
 def _plain(message: Message) -> dict[str, Any]:

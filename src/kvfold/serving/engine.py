@@ -23,6 +23,8 @@ from kvfold.serving.request import Failed, Request, Sink, Ticket
 
 STATE_SECONDS = 0.5
 """How old the reported state of running lanes may be."""
+HALT_SECONDS = 10.0
+"""How long to wait for the work that is under way once the engine is halted: a chunk or a step."""
 
 log = logging.getLogger(__name__)
 
@@ -139,11 +141,18 @@ class Engine:
         """What waits and runs, at most half a second old."""
         return EngineState(len(self._waiting), dict(self._states))
 
-    def close(self, drain_seconds: float = 30.0) -> bool:
+    @property
+    def is_running(self) -> bool:
+        """Whether its thread is there, and may use the lanes."""
+        return self._thread.is_alive()
+
+    def close(self, drain_seconds: float = 30.0, halt_seconds: float = HALT_SECONDS) -> bool:
         """Take no more requests, complete those that are here, and end.
 
-        What is not done after `drain_seconds` fails with `EngineClosedError`. Returns whether all
-        was completed.
+        What is not done after `drain_seconds` fails with `EngineClosedError`, once the chunk or
+        step that is under way has ended; that is waited for `halt_seconds`, and may leave the
+        engine running (`is_running`). May be called again while another call waits, to drain no
+        longer. Returns whether all was completed.
         """
         with self._changed:
             self._closing = True
@@ -155,7 +164,7 @@ class Engine:
         with self._changed:
             self._halt = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(halt_seconds)
         return drained
 
     def _run(self) -> None:

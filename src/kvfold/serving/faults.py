@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from kvfold.errors import EngineClosedError, QueueFullError, RequestError
 
 RETRY_SECONDS = "1"
+INNER_NAME = re.compile(r"str|constrained-\w+|(list|dict)\[.*\]")
+"""What pydantic puts into the place of a fault for the alternatives that a field has."""
 
 
 @dataclass(frozen=True)
@@ -91,22 +94,49 @@ def of_error(error: Exception) -> Fault:
 
 def of_status(status: int, said: str) -> Fault:
     """For a path that does not exist, a method that it has not, and the like."""
+    if status == 400:  # all that is raised so: bytes that no JSON reader takes
+        return invalid_json("it is no UTF-8, nests too deeply, or has too long a number")
     codes = {404: "not_found", 405: "method_not_allowed"}
     return Fault(status, said, code=codes.get(status))
 
 
-def of_validation(problems: list[Mapping[str, Any]]) -> Fault:
+def invalid_json(reason: str) -> Fault:
+    """The body can't be read at all."""
+    return Fault(400, f"the body must be valid JSON; {reason}", code="invalid_json")
+
+
+def of_validation(
+    problems: list[Mapping[str, Any]], content: bytes, content_type: str | None
+) -> Fault:
     """For a body that is no JSON, or has keys or types that it must not have.
 
-    problems: as pydantic lists them, at least one. Only the first few are told.
+    problems: as pydantic lists them, at least one. Only the first few are told. content: the body
+    as it came, with the type that its sender gave it.
     """
+    if not content:
+        return invalid_json("it is empty")
+    if not is_json(content_type):
+        came = "none came" if content_type is None else f"got {content_type[:100]!r}"
+        return Fault(
+            400,
+            f"a body must come with the header 'content-type: application/json'; {came}",
+            code="invalid_content_type",
+        )
     if problems[0]["type"] == "json_invalid":
-        reason = problems[0].get("ctx", {}).get("error", "it can't be parsed")
-        return Fault(400, f"the body must be valid JSON; {reason}", code="invalid_json")
-    told = [f"{_place(item) or 'the body'}: {item['msg']}" for item in problems[:4]]
-    more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
-    return Fault(400, "; ".join(told) + more, param=_place(problems[0]) or None)
+        return invalid_json(problems[0].get("ctx", {}).get("error", "it can't be parsed"))
+    told = [f"{_place(item) or 'the body'}: {item['msg']}" for item in problems]
+    told = list(dict.fromkeys(told))  # alternatives of a field may object alike
+    more = f"; and {len(told) - 4} more" if len(told) > 4 else ""
+    return Fault(400, "; ".join(told[:4]) + more, param=_place(problems[0]) or None)
+
+
+def is_json(content_type: str | None) -> bool:
+    """Whether a body of this type is read as JSON."""
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    return kind.startswith("application/") and re.search(r"[/+]json$", kind) is not None
 
 
 def _place(item: Mapping[str, Any]) -> str:
-    return ".".join(str(part) for part in item["loc"] if part != "body")[:200]
+    """As a client knows it: the field, and where in it."""
+    field, *inner = [str(part) for part in item["loc"] if part != "body"] or [""]
+    return ".".join([field, *(part for part in inner if not INNER_NAME.fullmatch(part))])[:200]

@@ -110,6 +110,31 @@ class SizeGate:
             await send_fault(send, too_large(self.most))
 
 
+class HeadGate:
+    """Answers HEAD as the application answers GET, without the body."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One ASGI call."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
+        async def headers_only(message: MutableMapping[str, Any]) -> None:
+            scope["method"] = "HEAD"  # the server counts the bytes of a body by the method
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        scope["method"] = "GET"  # not in a copy: the router's own notes go into this scope
+        try:
+            await self.app(scope, receive, headers_only)
+        finally:
+            scope["method"] = "HEAD"
+
+
 class AccessLog:
     """One JSON line and one count a request, with what the application noted of it."""
 

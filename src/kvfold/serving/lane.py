@@ -121,8 +121,11 @@ class Lane:
         """
         return self.attachment is None or resumes_as_cold(self.attachment.plan)
 
-    def check(self, request: Request) -> None:
-        """Raise `RequestError` for a request that this lane can never run."""
+    def check(self, request: Request, source: str = "prompt") -> None:
+        """Raise `RequestError` for a request that this lane can never run.
+
+        source: the part of what a client sent that its tokens came from.
+        """
         if request.choices > self.settings.max_rows:
             raise RequestError(
                 f"at most {self.settings.max_rows} choices can be generated at once; got "
@@ -134,11 +137,13 @@ class Lane:
             raise RequestError(
                 f"prompt and answer may have {self.context} tokens together; got a prompt of "
                 f"{len(request.tokens)} and max_tokens={request.max_tokens}; shorten either",
+                param=source,
                 code="context_length_exceeded",
             )
         if max(request.tokens) >= self.anatomy.vocab_size or min(request.tokens) < 0:
             raise RequestError(
-                f"token ids lie between 0 and {self.anatomy.vocab_size - 1}; got others"
+                f"token ids lie between 0 and {self.anatomy.vocab_size - 1}; got others",
+                param=source,
             )
 
     def has_room_for(self, request: Request) -> bool:

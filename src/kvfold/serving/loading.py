@@ -57,7 +57,10 @@ def make_lanes(
 
 
 def close_lanes(lanes: Iterable[Lane]) -> None:
-    """Detach every add-on, once what its store still writes is written."""
+    """Detach every add-on, once what its store still writes is written.
+
+    No engine may run on the lanes any more: it would step rows of a model without its add-on.
+    """
     for lane in lanes:
         if lane.store is not None:
             lane.store.close()

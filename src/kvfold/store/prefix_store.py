@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from kvfold.runtime.attach import Attachment
 from kvfold.runtime.cache import FoldedCache
 from kvfold.runtime.state import RowState, compacted
 from kvfold.store.identity import Identity
-from kvfold.store.places import Entry, place_at
+from kvfold.store.places import Entry, Place, place_at
 from kvfold.store.snapshot import FORMAT_VERSION, Snapshot
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 BLOCK = 64
 DEFAULT_BYTES = 4 * 2**30
 HASH_BYTES = 16
+_HASH = f"[0-9a-f]{{{2 * HASH_BYTES}}}"
+NAME = re.compile(rf"{_HASH}-([0-9]{{8,12}})-{_HASH}")
+"""Of a stored cache: its whole blocks, its tokens, all that it has read."""
 
 
 def resumes_as_cold(plan: Plan) -> bool:
@@ -62,8 +66,10 @@ class Found:
 class PrefixStore:
     """A folder, or an fsspec URL, of snapshots of single rows.
 
-    max_bytes: what all files may take; those used longest ago go first. block: tokens that are
-    hashed at once, and the fewest worth keeping. Safe for several processes on one local folder.
+    max_bytes: what all files of the store may take; those used longest ago go first. Files by
+    other names, which the store did not give, are neither counted nor dropped. block: tokens that
+    are hashed at once, and the fewest worth keeping. Safe for several processes on one local
+    folder.
     """
 
     def __init__(
@@ -73,7 +79,7 @@ class PrefixStore:
             raise SnapshotError(
                 f"a store needs max_bytes and block of at least 1; got {max_bytes} and {block}"
             )
-        self.place = place_at(where)
+        self.place = store_place(where)
         self.max_bytes = max_bytes
         self.block = block
         self._identities: WeakKeyDictionary[Attachment, Identity] = WeakKeyDictionary()
@@ -166,10 +172,38 @@ def _require_same(state: RowState, text: np.ndarray) -> None:
         raise SnapshotError("its tokens are not those that its name stands for")
 
 
+def store_place(where: str | Path) -> Place:
+    """Where a store keeps its files; of all that lies there, only those by names of its own."""
+    return place_at(where, lambda name: tokens_of(name) is not None)
+
+
 def tokens_of(name: str) -> int | None:
     """How many tokens a stored cache has read, by its name; None if it is no such name."""
-    parts = name.split("-")
-    return int(parts[1]) if len(parts) == 3 and parts[1].isdecimal() else None
+    found = NAME.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def short_names(names: Sequence[str], least: int) -> dict[str, str]:
+    """Of each name the beginning of its last part, of at least so many digits, alike for all.
+
+    The last part tells every snapshot from the others; the first is the same where texts begin
+    alike. `names_like` finds a name by it.
+    """
+    last = {name: _text(name) for name in names}
+    for digits in range(least, 2 * HASH_BYTES):
+        if len({text[:digits] for text in last.values()}) == len(last):
+            return {name: text[:digits] for name, text in last.items()}
+    return last
+
+
+def names_like(names: Sequence[str], given: str) -> list[str]:
+    """Those of which the whole or the last part begins so."""
+    return [name for name in names if name.startswith(given) or _text(name).startswith(given)]
+
+
+def _text(name: str) -> str:
+    """The hash of all that a stored cache has read."""
+    return name.rpartition("-")[2]
 
 
 class _Chain:

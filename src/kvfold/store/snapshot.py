@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,8 +183,10 @@ def describe_snapshot(path: str | os.PathLike[str]) -> Description:
 
 
 def open_snapshot(path: str | os.PathLike[str]) -> BinaryIO:
-    """The file of a snapshot; raises `SnapshotError` where there is none."""
+    """The file of a snapshot; raises `SnapshotError` where there is none, or no regular file."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+            raise SnapshotError(f"a snapshot is a regular file; {path} is none; name another")
         return open(path, "rb")
     except OSError as error:
         raise SnapshotError(

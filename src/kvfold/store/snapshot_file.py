@@ -86,7 +86,8 @@ def read_header(file: BinaryIO, size: int) -> Header:
         raise _damaged("its header is not as kvfold writes it")
     whole = 8 + length + max(ends, default=0)
     if whole != size:
-        raise _damaged(f"it must have {whole:,} bytes and has {size:,}, as if it were cut off")
+        how = "it were cut off" if size < whole else "something were written behind it"
+        raise _damaged(f"it must have {whole:,} bytes and has {size:,}, as if {how}")
     return Header(first + raw, description, parts, digest, whole)
 
 
