@@ -34,6 +34,12 @@ Axes = dict[str, Any]
 """A plan's entries by axis, and its lora."""
 
 
+@pytest.fixture(autouse=True)
+def rings_grow_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings of a few places grow like long ones: each contract must hold while they do."""
+    monkeypatch.setattr("kvfold.runtime.schedule.FIRST_PLACES", 4)
+
+
 def _depth(*entries: dict[str, Any]) -> Axes:
     return {"depth": list(entries)}
 
@@ -460,10 +466,10 @@ def state(cache: FoldedCache, row: int = 0) -> State:
     for index in sorted(cache.folded):
         layer = cache.folded_layer(index)
         fold, schedule = layer.fold, layer.schedule
-        made, fixed = schedule.made(seen), schedule.exact_size
+        made, fixed = schedule.made(seen), layer.exact_places
         slots = made if fold.expands_early else schedule.slots(seen)
         for tensor in (layer.keys, layer.values):
-            found.values.append(tensor[one, :, : min(seen, fixed)])
+            found.values.append(tensor[one, :, : min(seen, schedule.exact_size)])
             if fold.reading == "expanded" and "slot_keys" not in layer.stores:
                 found.values.append(tensor[one, :, fixed : fixed + slots])
         for held in layer.stores.values():

@@ -219,7 +219,7 @@ class FoldedCache(Cache):
         early = fold.expands_early
         spans = step.completed if early else step.exits
         if any(spans):
-            layer.allocate(len(step.before))
+            layer.allocate(step)
             codes = store.completed(step) if early else store.exits(step)
             place = fold.pipeline.slot_position
             layer.write_slots(step, spans, codes, rotary(SlotPlaces(step, early, place)))

@@ -106,12 +106,13 @@ def _count_layer(counted: dict[str, int], layer: FoldedLayer, rows: Sequence[int
     visible, waiting = _visible_and_waiting(schedule, rows)
     inside = fold.reading == "expanded" and "slot_keys" not in layer.stores
     if layer.is_initialized:
+        anchors = min(schedule.anchors, layer.exact_places)
         for tensor in (layer.keys, layer.values):
             _split(
                 counted,
                 tensor,
-                anchors=schedule.anchors,
-                window=schedule.ring_size,
+                anchors=anchors,
+                window=layer.exact_places - anchors,
                 slots=visible if inside else 0,
                 pending=waiting if inside and fold.expands_early else 0,
             )
@@ -231,9 +232,10 @@ def _predict_plain(
 def _predict_layer(counted: dict[str, int], fold: FoldedAttention, rows: _Rows) -> None:
     layer, schedule = fold.anatomy, rows.schedule
     token = 2 * layer.kv_width * rows.element_size
-    if rows.tokens:
-        counted["anchors"] += rows.batch * schedule.anchors * token
-        counted["window"] += rows.batch * schedule.ring_size * token
+    exact = schedule.exact_places(rows.tokens)
+    anchors = min(schedule.anchors, exact)
+    counted["anchors"] += rows.batch * anchors * token
+    counted["window"] += rows.batch * (exact - anchors) * token
     stores = FoldedLayer(fold, schedule).stores
     if fold.reading == "expanded" and not stores:
         rows.add_slots(counted, "slots", token, early=fold.expands_early)
@@ -268,8 +270,8 @@ def _predict_codes(
     store = CodeStore(pipeline, rows.schedule, keep=keep, late=late)
     record = rows.batch * pipeline.record_width * rows.element_size
     counted["pending"] += store.partial_size * record
-    if store.late and rows.schedule.made(rows.tokens):
-        waiting = rows.schedule.pending_size * pipeline.depth.code_width
+    if store.late:
+        waiting = rows.schedule.pending_places(rows.tokens) * pipeline.depth.code_width
         counted["pending"] += rows.batch * waiting * rows.element_size
     if keep and store.slots.parts:
         for part, held in zip(store.slots.parts, store.slots.stores, strict=True):

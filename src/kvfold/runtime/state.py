@@ -164,8 +164,8 @@ class Layout:
     def _of_layer(self, layer: FoldedLayer, seen: int) -> Iterator[_Place]:
         fold, schedule = layer.fold, layer.schedule
         heads, head_dim = fold.anatomy.kv_heads, fold.anatomy.head_dim
-        exact, name = schedule.exact_size, f"layers.{fold.index}"
-        kept = Part((heads, min(seen, exact), head_dim), self.dtype)
+        exact, name = layer.exact_places, f"layers.{fold.index}"
+        kept = Part((heads, min(seen, schedule.exact_size), head_dim), self.dtype)
         slots = schedule.made(seen) if fold.expands_early else schedule.slots(seen)
         inside = fold.reading == "expanded" and "slot_keys" not in layer.stores
         for held in ("keys", "values"):
@@ -206,9 +206,9 @@ class Layout:
         records = Part((1, min(beyond, size), pipeline.record_width), self.dtype)
         yield _Place(f"{name}.partial", store, "partial", records, 0, size)
         if store.late:
-            size = schedule.pending_size
-            codes = Part((1, min(made, size), width), self.dtype)
-            yield _Place(f"{name}.pending", store, "pending", codes, 0, size if made else 0)
+            codes = Part((1, min(made, schedule.pending_size), width), self.dtype)
+            room = schedule.pending_places(seen)
+            yield _Place(f"{name}.pending", store, "pending", codes, 0, room)
 
     def _unfolded_parts(self, layer: LayerAnatomy, seen: int) -> dict[str, Part]:
         name = f"layers.{layer.index}"
@@ -354,6 +354,10 @@ def fill(attachment: Attachment, cache: FoldedCache, states: Sequence[RowState])
 
 
 def _fill_folded(layout: Layout, states: Sequence[RowState], device: torch.device) -> None:
+    most = max(state.seen_tokens for state in states)
+    for index in layout.cache.folded:
+        layer = layout.cache.folded_layer(index)
+        layer.exact_places = layer.schedule.exact_places(most)
     places = [layout.places(state.seen_tokens) for state in states]
     buffers: dict[tuple[int, str], tuple[_Place, int]] = {}
     for place in (place for row in places for place in row):
