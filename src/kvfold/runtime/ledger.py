@@ -44,6 +44,9 @@ COMPONENTS = (
     "recurrent",
 )
 
+SLIDING_BYTES = torch.long.itemsize
+"""A sliding layer of transformers holds its window's size as a tensor too."""
+
 
 @dataclass(frozen=True)
 class Ledger:
@@ -134,18 +137,16 @@ def _count_slots(
 
 
 def _count_plain(counted: dict[str, int], layer: Any) -> None:
-    states = [*_tensors(getattr(layer, "conv_states", None))]
-    states += _tensors(getattr(layer, "recurrent_states", None))
-    counted["recurrent"] += sum(t.untyped_storage().nbytes() for t in states)
-    kept = [*_tensors(getattr(layer, "keys", None)), *_tensors(getattr(layer, "values", None))]
-    counted["plain"] += sum(t.untyped_storage().nbytes() for t in kept)
+    for name, held in vars(layer).items():
+        component = "recurrent" if name in ("conv_states", "recurrent_states") else "plain"
+        counted[component] += sum(t.untyped_storage().nbytes() for t in _tensors(held))
 
 
 def _tensors(held: Any) -> Iterable[Tensor]:
-    """The tensors of an attribute that is a tensor, a dict of them, or nothing."""
+    """The tensors of an attribute that is a tensor, a dict of them, or something else."""
     if isinstance(held, Tensor):
         return [held]
-    return [t for t in held.values() if t is not None] if isinstance(held, dict) else []
+    return [t for t in held.values() if isinstance(t, Tensor)] if isinstance(held, dict) else []
 
 
 def plain_bytes(anatomy: Anatomy, tokens: int, *, batch: int = 1, element_size: int = 2) -> Ledger:
@@ -222,7 +223,10 @@ class _Rows:
 def _predict_plain(
     counted: dict[str, int], layer: LayerAnatomy, tokens: int, batch: int, element_size: int
 ) -> None:
-    kept = tokens if layer.sliding_window is None else min(tokens, layer.sliding_window - 1)
+    kept = tokens
+    if layer.sliding_window is not None:
+        kept = min(tokens, layer.sliding_window - 1)
+        counted["plain"] += SLIDING_BYTES
     counted["plain"] += 2 * layer.kv_width * kept * batch * element_size
     counted["recurrent"] += batch * (
         4 * layer.state_values + element_size * layer.convolution_values
