@@ -88,6 +88,7 @@ BytesPerTokenOption = Annotated[
         metavar="N", help="The best plan whose history takes at most N bytes a token (16-bit)."
     ),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def console(*, quiet: bool = False) -> Console:
