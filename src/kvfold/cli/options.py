@@ -27,8 +27,8 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="smollm2-135m (embedded), tiny-hybrid (trained on a made-up language), a folder or a "
-        "hub id.",
+        help="smollm2-135m or default (embedded), tiny-hybrid (trained on a made-up language), a "
+        "folder or a hub id.",
     ),
 ]
 AddOnOption = Annotated[
