@@ -103,7 +103,7 @@ def test_a_scale_beyond_float16_marks_its_vector_only(dtype, bits):
         stored = codec.encode(x)
         others = torch.arange(20) != 1
         assert stored.scales[1].isinf().all()
-        assert torch.equal(stored.codes, expected.codes)
+        assert torch.equal(stored.codes[others], expected.codes[others])
         assert torch.equal(stored.scales[others], expected.scales[others])
 
 
