@@ -77,7 +77,7 @@ def register(app: typer.Typer) -> None:
 def list_command(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="[STORE]", help="The same as --store.", parser=local_path),
+        typer.Argument(metavar="STORE", help="The same as --store.", parser=local_path),
     ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
@@ -214,7 +214,7 @@ def verify_command(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[PATH]...", help="Snapshot files, or stores of them.", parser=local_path
+            metavar="PATH", help="Snapshot files, or stores of them.", parser=local_path
         ),
     ] = None,
     store: StoreOption = None,
@@ -262,7 +262,7 @@ def remove_command(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[FILE|NAME]...",
+            metavar="FILE|NAME",
             help="Names, or their beginnings, as `list` shows; without --store a snapshot's file, "
             "or the store before the names.",
         ),
