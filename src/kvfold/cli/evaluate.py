@@ -12,10 +12,12 @@ from kvfold.cli.evaluate_tasks import (
     LENGTHS,
     FailUnderOption,
     FractionOption,
+    JobsOption,
     LimitOption,
     OutOption,
     PeersEnvOption,
     PeersOption,
+    PeersSkipOption,
     ReuseOption,
     SomeAddOnsOption,
     SpeedLengthsOption,
@@ -103,6 +105,8 @@ def evaluate_command(
     reuse: ReuseOption = None,
     peers: PeersOption = None,
     peers_env: PeersEnvOption = None,
+    peers_skip: PeersSkipOption = None,
+    jobs: JobsOption = 1,
     fail_under: FailUnderOption = None,
     speed_lengths: SpeedLengthsOption = "256,1k",
     windows: Annotated[int, typer.Option(min=1, help="Windows of text.")] = 8,
@@ -188,6 +192,8 @@ def evaluate_command(
                 device=device,
                 peers=peers,
                 peers_env=peers_env,
+                peers_skip=peers_skip,
+                jobs=jobs,
             )
         )
         return

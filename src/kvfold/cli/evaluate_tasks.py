@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from kvfold.evaluation.gate import Rule
     from kvfold.evaluation.page.runs import Run
     from kvfold.evaluation.peers.environment import PeerEnvironment
+    from kvfold.evaluation.suite import Suite
 
 LENGTHS = "1k,4k,16k"
 TASKS = "perplexity, lambada, gsm8k, ifeval, needle, ruler, ruler-file, recall, turns, fidelity"
@@ -27,7 +29,8 @@ NOT_KEPT = 1
 """Exit status where a rule of --fail-under is not kept; errors end with 2."""
 
 ONLY_WITH_TASKS = (
-    *("out", "fraction", "limit", "reuse", "fail_under", "speed_lengths", "peers", "peers_env"),
+    *("out", "fraction", "limit", "reuse", "fail_under", "speed_lengths", "jobs"),
+    *("peers", "peers_env", "peers_skip"),
 )
 ONLY_WITHOUT = ("windows", "window", "continuation", "history", "speed_history", "plot")
 
@@ -91,6 +94,19 @@ PeersEnvOption = Annotated[
         help="Python environment of the peers, made there once; by default in kvfold's cache.",
     ),
 ]
+PeersSkipOption = Annotated[
+    str | None,
+    typer.Option(metavar="TASK,TASK", help="Tasks that peers are not asked."),
+]
+JobsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Processes that answer side by side, each with the model and its share of the "
+        "threads (--tasks).",
+    ),
+]
 SpeedLengthsOption = Annotated[
     str,
     typer.Option(metavar="N,N", help="Tokens of the prompts that are timed (--tasks)."),
@@ -123,6 +139,8 @@ class SuiteOptions:
     device: str | None
     peers: str | None = None
     peers_env: Path | None = None
+    peers_skip: str | None = None
+    jobs: int = 1
 
     def config(self) -> dict[str, Any]:
         """What `run.json` says of the command line."""
@@ -138,6 +156,7 @@ class SuiteOptions:
             "batch": self.batch,
             "plan_changes": changes,
             **({} if self.peers is None else {"peers": _names(self.peers)}),
+            **({} if self.peers_skip is None else {"peers_skip": _names(self.peers_skip)}),
         }
 
 
@@ -162,14 +181,12 @@ def given(context: typer.Context, name: str) -> bool:
 
 def evaluate_tasks(options: SuiteOptions) -> None:
     """Answer, measure what it costs, show, and hold against the rules."""
-    from kvfold.evaluation.candidates import with_plan
     from kvfold.evaluation.cost import CostSettings, write_cost
     from kvfold.evaluation.page.runs import read_run
     from kvfold.evaluation.page.table import cost_tables, figures_table
-    from kvfold.evaluation.peers.peer import Peer, make_peers
-    from kvfold.evaluation.peers.spec import check_likes, parse_peers
-    from kvfold.evaluation.suite import Suite, run_suite
-    from kvfold.evaluation.tasks.registry import check_known, make_tasks
+    from kvfold.evaluation.side_by_side import Helpers
+    from kvfold.evaluation.suite import run_suite
+    from kvfold.evaluation.tasks.registry import check_known
 
     if options.out is None:
         raise typer.BadParameter("--tasks needs a run folder: name one with --out")
@@ -177,30 +194,24 @@ def evaluate_tasks(options: SuiteOptions) -> None:
         raise typer.BadParameter("--fraction must be above 0, or there is nothing to answer")
     check_known(_names(options.tasks))
     rules = _rules(options.fail_under)
-    limit, limits = parse_limits(options.limit)
+    parse_limits(options.limit)
     costs = CostSettings(
         lengths=parse_lengths(options.lengths or LENGTHS),
         speed_lengths=() if options.speed_lengths is None else parse_lengths(options.speed_lengths),
     )
-    if options.peers_env is not None and options.peers is None:
-        raise typer.BadParameter("--peers-env is where --peers run; name some peers, or leave it")
-    specs = () if options.peers is None else parse_peers(options.peers)
     screen = console()
-    environment = _environment(screen, options.peers_env) if specs else None
-    model, tokenizer = load_model(options.model, options.dtype, options.device)
-    candidates = {
-        name: with_plan(found, **options.changes)
-        for name, found in load_addons(options.addons, model).items()
-    }
-    peers: dict[str, Peer] = {}
-    if environment is not None:
-        check_likes(specs, list(candidates))
-        peers = make_peers(specs, environment, options.model, model, candidates)
-    tasks = make_tasks(_names(options.tasks), _settings(options, limit, tokenizer), limits)
+    environment = _environment(screen, options)
+    make = partial(make_suite, options, environment)
+    suite = make()
+    model, candidates, peers = suite.model, suite.candidates, suite.peers
     say_plans(screen, model, candidates)
-    suite = Suite(model, tokenizer, candidates, tasks, options.seed, options.config(), peers)
     with _bar(screen) as watcher:
-        run_suite(suite, options.out, reuse=options.reuse, watcher=watcher)
+        run_suite(
+            *(suite, options.out),
+            reuse=options.reuse,
+            watcher=watcher,
+            helpers=Helpers(options.jobs, make),
+        )
         write_cost(
             *(options.out, model, candidates, costs),
             seed=options.seed,
@@ -216,6 +227,35 @@ def evaluate_tasks(options: SuiteOptions) -> None:
     _write(screen, run, options.json_file)
     screen.print(f"Run: {options.out}", highlight=False, markup=False)
     hold_against(screen, rules, [run])
+
+
+def make_suite(options: SuiteOptions, environment: PeerEnvironment | None) -> Suite:
+    """The suite that a command line asks for; every process that answers makes it for itself.
+
+    environment: of the peers, None for none.
+    """
+    from kvfold.evaluation.candidates import with_plan
+    from kvfold.evaluation.peers.peer import Peer, make_peers
+    from kvfold.evaluation.peers.spec import check_likes, parse_peers
+    from kvfold.evaluation.suite import Suite
+    from kvfold.evaluation.tasks.registry import make_tasks
+
+    model, tokenizer = load_model(options.model, options.dtype, options.device)
+    candidates = {
+        name: with_plan(found, **options.changes)
+        for name, found in load_addons(options.addons, model).items()
+    }
+    peers: dict[str, Peer] = {}
+    if environment is not None:
+        specs = parse_peers(options.peers or "")
+        check_likes(specs, list(candidates))
+        peers = make_peers(specs, environment, options.model, model, candidates)
+    limit, limits = parse_limits(options.limit)
+    tasks = make_tasks(_names(options.tasks), _settings(options, limit, tokenizer), limits)
+    return Suite(
+        *(model, tokenizer, candidates, tasks, options.seed, options.config(), peers),
+        peers_skip=_names(options.peers_skip or ""),
+    )
 
 
 def hold_against(screen: Console, rules: Sequence[Rule], runs: Sequence[Run]) -> None:
@@ -236,19 +276,22 @@ def hold_against(screen: Console, rules: Sequence[Rule], runs: Sequence[Run]) ->
 
 
 class _BarWatcher:
-    """Shows a run as one bar a subject and task, and prints what is said above it."""
+    """Shows a run as a bar for each subject that is being asked, and prints what is said above."""
 
     def __init__(self, screen: Console, bar: Any, shown: Any) -> None:
         self.screen, self.bar, self.shown = screen, bar, shown
+        self.rows: dict[str, Any] = {}
 
     def progress(self, subject: str, task: str, done: int, total: int) -> None:
         """So many of a pair's items are answered."""
+        if subject not in self.rows:
+            self.rows[subject] = self.bar.add_task(subject, rate="")
         self.bar.update(
-            self.shown,
+            self.rows[subject],
             description=f"{_unmarked(subject)}: {_unmarked(task)}",
             completed=done,
             total=total,
-            visible=True,
+            visible=done < total,
         )
 
     def say(self, line: str) -> None:
@@ -268,12 +311,21 @@ def _bar(screen: Console) -> Iterator[_BarWatcher]:
         yield _BarWatcher(screen, bar, shown)
 
 
-def _environment(screen: Console, folder: Path | None) -> PeerEnvironment:
-    """The peers' environment; what pip says is shown while it works."""
+def _environment(screen: Console, options: SuiteOptions) -> PeerEnvironment | None:
+    """The peers' environment, None without peers; what pip says is shown while it works."""
     from kvfold.evaluation.peers.environment import peer_environment
+    from kvfold.evaluation.peers.spec import parse_peers
 
+    if options.peers is None:
+        for name, value in (("env", options.peers_env), ("skip", options.peers_skip)):
+            if value is not None:
+                raise typer.BadParameter(f"--peers-{name} is for --peers; name some, or leave it")
+        return None
+    parse_peers(options.peers)
     with screen.status("Looking into the peers' environment") as status:
-        found = peer_environment(folder, lambda line: status.update(_unmarked(line[:WIDTH])))
+        found = peer_environment(
+            options.peers_env, lambda line: status.update(_unmarked(line[:WIDTH]))
+        )
     told = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     screen.print(f"Peers run with {told}", style="dim", highlight=False, markup=False)
     return found

@@ -56,6 +56,7 @@ class HarnessTask:
     chat_template: bool = False
     max_gen_toks: int | None = None
     not_for_peers: str | None = None
+    parts: Sequence[tuple[str, ...]] = ()
     scoring: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
     def __post_init__(self) -> None:

@@ -27,7 +27,6 @@ from kvfold.evaluation.tasks.selection import (
     QUESTION,
     SelectedItems,
     in_batches,
-    means_by,
     questions,
     selected,
 )
@@ -59,6 +58,8 @@ class RulerTask(SelectedItems):
     question.
     """
 
+    parts = (("kind",), ("length",), ("kind", "length"))
+
     def __init__(
         self,
         name: str,
@@ -82,12 +83,6 @@ class RulerTask(SelectedItems):
             return len(item["ids"]), item["new_tokens"]
 
         return in_batches(items, self.batch, like, answer)
-
-    def summary(self, answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Mean scores by kind, by length, and by both: `score/kind niah_single/length 512`."""
-        ways = (("kind",), ("length",), ("kind", "length"))
-        groups = [means_by(answers, "score", *parts) for parts in ways]
-        return {name: value for group in groups for name, value in group.items()}
 
 
 def make(settings: TaskSettings) -> RulerTask:

@@ -1,0 +1,93 @@
+"""What a reader must know before two figures of a run are compared, made of the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvfold.evaluation.peers.peer import NOTES
+
+if TYPE_CHECKING:
+    from kvfold.evaluation.page.runs import Run
+
+FLOOR = 0.05
+"""A share of right answers so small that a subject has nothing to lose."""
+
+SHARES = ("score", "accuracy")
+"""Numbers, not right or wrong answers, that are shares as well."""
+
+
+def notes_of(run: Run) -> tuple[str, ...]:
+    """All that there is to say, in whole sentences."""
+    return (*_floor(run), *_exact(run), *_code(run), *_peers(run))
+
+
+def _floor(run: Run) -> Iterator[str]:
+    """Where the plain model itself is wrong nearly always, so that no loss would show."""
+    for task in run.metrics["tasks"]:
+        told: list[str] = []
+        for metric, figure in run.metrics["results"][run.plain].get(task, {}).items():
+            share = figure["kind"] == "accuracy" or metric.split("/")[0] in SHARES
+            inside = any(metric.startswith(f"{other}/") for other in told)
+            if share and figure["value"] <= FLOOR and not inside:
+                told.append(metric)
+        if told:
+            figures = run.metrics["results"][run.plain][task]
+            named = ", ".join(f"{m} ({100 * figures[m]['value']:.1f}%)" for m in told)
+            yield (
+                f"{task}: the plain model itself is at the floor in {named}; there is nothing to "
+                "lose there, so a figure that is no lower says nothing."
+            )
+
+
+def _exact(run: Run) -> Iterator[str]:
+    plans = {name: plan for name in run.subjects if (plan := _plan(run, name)) is not None}
+    exact = [name for name, plan in plans.items() if plan.get("prefill_attention") == "exact"]
+    if exact:
+        yield (
+            f"{', '.join(exact)}: prompts are read exactly (prefill_attention: exact), so the "
+            "first token after a prompt is told by an unfolded cache, and is the plain model's "
+            "own. Folding is felt from the second on; answers of one token say nothing of it."
+        )
+
+
+def _plan(run: Run, subject: str) -> Mapping[str, Any] | None:
+    for (name, _), described in run.described.items():
+        if name == subject:
+            addon = described["configuration"].get("addon") or {}
+            found: Mapping[str, Any] | None = addon.get("plan")
+            return found
+    return None
+
+
+def _code(run: Run) -> Iterator[str]:
+    """Pairs whose answers were made by other code than most."""
+    by_code: dict[str, list[str]] = {}
+    for (subject, task), described in run.described.items():
+        for code in described.get("code", ()):
+            words = f"{code['commit'] or 'no commit'}, sources {code['sources'][:12]}"
+            by_code.setdefault(words, []).append(f"{task} of {subject}")
+    if len(by_code) < 2:
+        return
+    most = max(by_code, key=lambda words: len(by_code[words]))
+    for words, pairs in by_code.items():
+        if words != most:
+            yield f"Answered by other code ({words}; the others by {most}): {_listed(pairs)}."
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _peers(run: Run) -> Iterator[str]:
+    """What can't be compared, where other projects' methods are among the subjects."""
+    if not run.metrics.get("peers"):
+        return
+    yield from NOTES
+    unasked: dict[tuple[str, str], list[str]] = {}
+    for name, tasks in run.metrics["unanswered"].items():
+        for task, reason in tasks.items():
+            unasked.setdefault((task, reason), []).append(name)
+    for (task, reason), names in unasked.items():
+        yield f"{', '.join(names)}: not asked {task}: {reason}."
