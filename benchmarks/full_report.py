@@ -82,7 +82,8 @@ def fit(model: str, preset: str, corpus: Path, addon: Path, machine: Machine) ->
         )
     if done.returncode:
         raise SystemExit(f"fitting {preset} of {model} failed; {log}:\n{log.read_text()[-2000:]}")
-    print(f"fitted {preset} of {model}: {(time.monotonic() - started) / 60:.1f} minutes", flush=True)
+    minutes = (time.monotonic() - started) / 60
+    print(f"fitted {preset} of {model}: {minutes:.1f} minutes", flush=True)
 
 
 def fitted(chosen: argparse.Namespace, machine: Machine) -> dict[str, list[Path]]:

@@ -2,9 +2,9 @@
 
 SmolLM2-135M answers the first items of LAMBADA, GSM8K and IFEval through the suite, and through
 lm-eval's own model on the same files, one item in a pass: prompts, answers and scores are compared
-item by item. Answers to GSM8K and IFEval end after `--tokens` new tokens at the latest, in both. And
-all tasks are answered by the plain model and with add-ons that fold nothing: the preset `identity`,
-whose slots are exact, and `8x` with a window longer than any prompt.
+item by item. Answers to GSM8K and IFEval end after `--tokens` new tokens at the latest, in both.
+And all tasks are answered by the plain model and with add-ons that fold nothing: the preset
+`identity`, whose slots are exact, and `8x` with a window longer than any prompt.
 
     python benchmarks/harness_table.py --data DATA
 
@@ -143,8 +143,8 @@ def markdown(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     text = [
         "# The suite beside lm-eval's own model, and folding that folds nothing",
         "",
-        "SmolLM2-135M in float32; `python benchmarks/harness_table.py --data DATA`, "
-        "[harness.json](harness.json). One item in a pass.",
+        "SmolLM2-135M in float32, one item in a pass; [harness.json](harness.json), made by",
+        "`python benchmarks/harness_table.py --data DATA`.",
         "",
         "## The plain model: suite and lm-eval's `hf`, item by item",
         "",

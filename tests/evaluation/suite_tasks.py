@@ -71,6 +71,7 @@ class StatedTask:
     """A task whose answers are given beforehand, by subject; no model is asked."""
 
     chunk = 4
+    not_for_peers: str | None = None
     parts: Sequence[tuple[str, ...]] = ()
 
     def __init__(self, scores: Mapping[str, Sequence[Mapping[str, Any]]], name: str = "stated"):

@@ -163,7 +163,6 @@ def test_intervals_follow_from_seed_and_answers_alone():
     [
         ([{"x": math.inf}], r"x of item '0', stated of no compression, is inf"),
         ([{"x": True}, {"x": 0.5}], "one kind"),
-        ([{"x": []}], "empty lists"),
     ],
 )
 def test_scores_that_make_no_figure_are_refused(scores, words):

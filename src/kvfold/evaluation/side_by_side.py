@@ -104,9 +104,7 @@ def _heard(link: Connection, process: BaseProcess, pair: Pair | None) -> tuple[s
 
 
 @contextmanager
-def _started(
-    helpers: Helpers, folder: Path, most: int
-) -> Iterator[dict[Connection, BaseProcess]]:
+def _started(helpers: Helpers, folder: Path, most: int) -> Iterator[dict[Connection, BaseProcess]]:
     """Helpers by the link to each; those that are still there at the end are ended."""
     context = multiprocessing.get_context("spawn")
     count = min(helpers.count, most)

@@ -126,8 +126,9 @@ def run_suite(
 
     folder: of this run; what is there of the same settings is kept, answers of other settings are
     moved to `replaced/` and made anew. reuse: a folder of run folders whose finished answers of
-    the same settings are copied. helpers: processes that answer side by side. Raises `EvaluationError` for another process in the same folder,
-    damaged files, and answers that can't be judged; `ReportError` where nothing can be written.
+    the same settings are copied. helpers: processes that answer side by side. Raises
+    `EvaluationError` for another process in the same folder, damaged files, and answers that can't
+    be judged; `ReportError` where nothing can be written.
     """
     with _alone_in(folder):
         told = watcher or Silent()

@@ -38,14 +38,17 @@ def test_a_task_that_the_plain_model_can_not_do_is_told_with_its_parts():
             ("score/kind variable_tracking/length 512", "mean", 0.0),
             ("score/length 512", "mean", 0.3),
         ],
-        "gsm8k": [("exact_match,strict", "accuracy", 0.02), ("exact_match,flexible", "accuracy", 0)],
+        "gsm8k": [
+            ("em,strict", "accuracy", 0.02),
+            ("em,flexible", "accuracy", 0),
+        ],
         "perplexity": [("loss", "mean", 0.01)],
         "needle": [("accuracy", "accuracy", 0.9)],
     }
     ruler, gsm8k = notes_of(run_of(figures))
     assert ruler.startswith("ruler: the plain model itself is at the floor in ")
     assert "score/kind variable_tracking (1.0%);" in ruler
-    assert "exact_match,strict (2.0%), exact_match,flexible (0.0%);" in gsm8k
+    assert "em,strict (2.0%), em,flexible (0.0%);" in gsm8k
 
 
 def test_prompts_that_are_read_exactly_are_told():
@@ -57,6 +60,19 @@ def test_prompts_that_are_read_exactly_are_told():
     assert note.startswith("a: prompts are read exactly") and "first token" in note
     described["a", "t"] = answered({"prefill_attention": "folded"})
     assert notes_of(run_of(described=described)) == ()
+
+
+def test_add_ons_that_may_have_folded_nothing_are_told():
+    described = {("a", "t"): answered({"anchors": 4, "window": 128})}
+    made = run_of({"t": [("acc", "accuracy", 0.6)]}, described)
+    for differing, said in ((0, 1), (2, 0)):
+        difference = {"differing": differing}
+        made.metrics["results"]["a"] = {"t": {"acc": {"difference": difference}}}
+        notes = notes_of(made)
+        assert len(notes) == said
+    made.metrics["results"]["a"]["t"]["acc"]["difference"]["differing"] = 0
+    assert "every answer of a is the plain model's" in notes_of(made)[0]
+    assert "up to 132 tokens" in notes_of(made)[0]
 
 
 def test_answers_of_other_code_are_named():

@@ -19,7 +19,7 @@ SHARES = ("score", "accuracy")
 
 def notes_of(run: Run) -> tuple[str, ...]:
     """All that there is to say, in whole sentences."""
-    return (*_floor(run), *_exact(run), *_code(run), *_peers(run))
+    return (*_floor(run), *_same(run), *_exact(run), *_code(run), *_peers(run))
 
 
 def _floor(run: Run) -> Iterator[str]:
@@ -40,8 +40,25 @@ def _floor(run: Run) -> Iterator[str]:
             )
 
 
+def _same(run: Run) -> Iterator[str]:
+    """Add-ons that answered all of a task as the plain model, maybe because nothing was folded."""
+    plans = _plans(run)
+    for task in run.metrics["tasks"]:
+        same: dict[int, list[str]] = {}
+        for name, plan in plans.items():
+            figures = run.metrics["results"][name].get(task, {}).values()
+            differing = [f["difference"]["differing"] for f in figures if f["difference"]]
+            if differing and not any(differing):
+                same.setdefault(plan["anchors"] + plan["window"], []).append(name)
+        for kept, names in same.items():
+            yield (
+                f"{task}: every answer of {', '.join(names)} is the plain model's. Of a text of up "
+                f"to {kept} tokens (anchors and window) nothing is folded; longer ones tell more."
+            )
+
+
 def _exact(run: Run) -> Iterator[str]:
-    plans = {name: plan for name in run.subjects if (plan := _plan(run, name)) is not None}
+    plans = _plans(run)
     exact = [name for name, plan in plans.items() if plan.get("prefill_attention") == "exact"]
     if exact:
         yield (
@@ -51,13 +68,14 @@ def _exact(run: Run) -> Iterator[str]:
         )
 
 
-def _plan(run: Run, subject: str) -> Mapping[str, Any] | None:
+def _plans(run: Run) -> dict[str, Mapping[str, Any]]:
+    """The plan of each add-on, by its name."""
+    found: dict[str, Mapping[str, Any]] = {}
     for (name, _), described in run.described.items():
-        if name == subject:
-            addon = described["configuration"].get("addon") or {}
-            found: Mapping[str, Any] | None = addon.get("plan")
-            return found
-    return None
+        addon = described["configuration"].get("addon")
+        if addon is not None:
+            found[name] = addon["plan"]
+    return found
 
 
 def _code(run: Run) -> Iterator[str]:

@@ -42,7 +42,8 @@ class HarnessTask:
     """One task of lm-eval on local records.
 
     name: as on the command line. task: what lm-eval calls it, in the folder of its tasks `folder`.
-    splits: checked records, none for the hub's. files: where they came from, by name. chunk: items answered together.
+    splits: checked records, none for the hub's. files: where they came from, by name. chunk: items
+    answered together.
     chat_template: wrap prompts as lm-eval does with --apply_chat_template; needs a tokenizer in the
     settings. max_gen_toks: most new tokens of an answer, the task's own by default. scoring: what
     to hold while answers are scored.

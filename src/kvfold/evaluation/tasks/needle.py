@@ -9,7 +9,7 @@ task `needle` asks for some at every depth and length of a grid.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -7,7 +7,7 @@ The task `recall` asks for facts of every kind at several lengths of a document.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
