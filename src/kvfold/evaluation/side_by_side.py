@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,7 @@ def _next(todo: list[Pair], last: Pair | None, others: Iterable[Pair | None]) ->
     return chosen
 
 
-def _heard(link: Connection, process: BaseProcess, pair: Pair | None) -> tuple[str, Any]:
+def _heard(link: Connection, process: SpawnProcess, pair: Pair | None) -> tuple[str, Any]:
     try:
         found: tuple[str, Any] = link.recv()
     except (EOFError, ConnectionError):
@@ -104,12 +104,12 @@ def _heard(link: Connection, process: BaseProcess, pair: Pair | None) -> tuple[s
 
 
 @contextmanager
-def _started(helpers: Helpers, folder: Path, most: int) -> Iterator[dict[Connection, BaseProcess]]:
+def _started(helpers: Helpers, folder: Path, most: int) -> Iterator[dict[Connection, SpawnProcess]]:
     """Helpers by the link to each; those that are still there at the end are ended."""
     context = multiprocessing.get_context("spawn")
     count = min(helpers.count, most)
     threads = max(1, torch.get_num_threads() // count)
-    processes: dict[Connection, BaseProcess] = {}
+    processes: dict[Connection, SpawnProcess] = {}
     try:
         for number in range(count):
             ours, theirs = context.Pipe()
