@@ -8,25 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvfold.cli.evaluate_tasks import (
-    LENGTHS,
-    FailUnderOption,
-    FractionOption,
-    JobsOption,
-    LimitOption,
-    OutOption,
-    PeersEnvOption,
-    PeersOption,
-    PeersSkipOption,
-    ReuseOption,
-    SomeAddOnsOption,
-    SpeedLengthsOption,
-    SuiteOptions,
-    TasksOption,
-    check_options,
-    evaluate_tasks,
-    given,
-)
+from kvfold.cli.evaluate_tasks import evaluate_tasks
 from kvfold.cli.options import (
     AnchorsOption,
     DeviceOption,
@@ -42,6 +24,25 @@ from kvfold.cli.options import (
     parse_lengths,
     say_plans,
     text_windows,
+)
+from kvfold.cli.suite_options import (
+    LENGTHS,
+    AnswerTokensOption,
+    FailUnderOption,
+    FractionOption,
+    JobsOption,
+    LimitOption,
+    OutOption,
+    PeersEnvOption,
+    PeersOption,
+    PeersSkipOption,
+    ReuseOption,
+    SomeAddOnsOption,
+    SpeedLengthsOption,
+    SuiteOptions,
+    TasksOption,
+    check_options,
+    given,
 )
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def evaluate_command(
     out: OutOption = None,
     fraction: FractionOption = 1.0,
     limit: LimitOption = None,
+    answer_tokens: AnswerTokensOption = None,
     reuse: ReuseOption = None,
     peers: PeersOption = None,
     peers_env: PeersEnvOption = None,
@@ -193,6 +195,7 @@ def evaluate_command(
                 peers=peers,
                 peers_env=peers_env,
                 peers_skip=peers_skip,
+                answer_tokens=answer_tokens,
                 jobs=jobs,
             )
         )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvfold.cli.options import WIDTH, console, load_addons, load_model, parse_lengths, say_plans
+from kvfold.cli.suite_options import LENGTHS, SuiteOptions, names_in, parse_limits, parse_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,161 +21,8 @@ if TYPE_CHECKING:
     from kvfold.evaluation.peers.environment import PeerEnvironment
     from kvfold.evaluation.suite import Suite
 
-LENGTHS = "1k,4k,16k"
-TASKS = "perplexity, lambada, gsm8k, ifeval, needle, ruler, ruler-file, recall, turns, fidelity"
-"""As the registry has them, which help does without: it brings torch."""
 NOT_KEPT = 1
 """Exit status where a rule of --fail-under is not kept; errors end with 2."""
-
-ONLY_WITH_TASKS = (
-    *("out", "fraction", "limit", "reuse", "fail_under", "speed_lengths", "jobs"),
-    *("peers", "peers_env", "peers_skip"),
-)
-ONLY_WITHOUT = ("windows", "window", "continuation", "history", "speed_history", "plot")
-
-SomeAddOnsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--addon",
-        metavar="DIR",
-        help="Add-on folder, one that comes with kvfold, or hub id; may be repeated. With --tasks "
-        "none is needed.",
-    ),
-]
-TasksOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME,NAME", help=f"Tasks to answer, of {TASKS}."),
-]
-OutOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Run folder, new or to go on in (--tasks).")
-]
-FractionOption = Annotated[
-    float,
-    typer.Option(
-        min=0.0, max=1.0, help="Share of each task's items, of those within --limit (--tasks)."
-    ),
-]
-LimitOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,TASK=N",
-        help="Items of each task at most, and of single tasks: 200,gsm8k=20 (--tasks).",
-    ),
-]
-ReuseOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder of run folders: what was answered there with the same settings is copied "
-        "(--tasks).",
-    ),
-]
-FailUnderOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Rules such as `lambada.acc: {max_drop: 0.02}`; status 1 if one is not kept.",
-    ),
-]
-PeersOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,NAME",
-        help="Other projects' methods to ask as well (--tasks): snapkv, expected-attention, kvzip "
-        "and streaming-llm as @4x (4 times smaller) or =ADDON (the bytes of that add-on); "
-        "quantized-4bit, quantized-2bit; plain, plain-bf16, plain-fp32.",
-    ),
-]
-PeersEnvOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Python environment of the peers, made there once; by default in kvfold's cache.",
-    ),
-]
-PeersSkipOption = Annotated[
-    str | None,
-    typer.Option(metavar="TASK,TASK", help="Tasks that peers are not asked."),
-]
-JobsOption = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Processes that answer side by side, each with the model and its share of the "
-        "threads (--tasks).",
-    ),
-]
-SpeedLengthsOption = Annotated[
-    str,
-    typer.Option(metavar="N,N", help="Tokens of the prompts that are timed (--tasks)."),
-]
-
-
-@dataclass(frozen=True)
-class SuiteOptions:
-    """The command line. lengths: None for each task's own. speed_lengths: None for no times.
-
-    changes: of the add-ons' plans; None stands for their own.
-    """
-
-    model: str
-    addons: tuple[str, ...]
-    tasks: str
-    data: str | None
-    out: Path | None
-    fraction: float
-    limit: str | None
-    lengths: str | None
-    speed_lengths: str | None
-    seed: int
-    batch: int
-    reuse: Path | None
-    fail_under: Path | None
-    json_file: Path | None
-    changes: Mapping[str, Any]
-    dtype: str | None
-    device: str | None
-    peers: str | None = None
-    peers_env: Path | None = None
-    peers_skip: str | None = None
-    jobs: int = 1
-
-    def config(self) -> dict[str, Any]:
-        """What `run.json` says of the command line."""
-        changes = {key: value for key, value in self.changes.items() if value is not None}
-        return {
-            "model": self.model,
-            "addons": list(self.addons),
-            "tasks": _names(self.tasks),
-            "data": self.data,
-            "fraction": self.fraction,
-            "limit": self.limit,
-            "lengths": self.lengths,
-            "batch": self.batch,
-            "plan_changes": changes,
-            **({} if self.peers is None else {"peers": _names(self.peers)}),
-            **({} if self.peers_skip is None else {"peers_skip": _names(self.peers_skip)}),
-        }
-
-
-def check_options(context: typer.Context, *, suite: bool) -> None:
-    """Raise `typer.BadParameter` for options of the other way of measuring."""
-    wrong = [name for name in (ONLY_WITHOUT if suite else ONLY_WITH_TASKS) if given(context, name)]
-    if wrong:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-        raise typer.BadParameter(
-            f"{names} can't be given with --tasks; leave it out, or measure on a text without "
-            "--tasks"
-            if suite
-            else f"{names} belongs to --tasks; name some tasks, or leave it out"
-        )
-
-
-def given(context: typer.Context, name: str) -> bool:
-    """Whether an option stood on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def evaluate_tasks(options: SuiteOptions) -> None:
@@ -192,9 +38,10 @@ def evaluate_tasks(options: SuiteOptions) -> None:
         raise typer.BadParameter("--tasks needs a run folder: name one with --out")
     if options.fraction == 0:
         raise typer.BadParameter("--fraction must be above 0, or there is nothing to answer")
-    check_known(_names(options.tasks))
+    check_known(names_in(options.tasks))
     rules = _rules(options.fail_under)
     parse_limits(options.limit)
+    parse_tokens(options.answer_tokens)
     costs = CostSettings(
         lengths=parse_lengths(options.lengths or LENGTHS),
         speed_lengths=() if options.speed_lengths is None else parse_lengths(options.speed_lengths),
@@ -251,10 +98,15 @@ def make_suite(options: SuiteOptions, environment: PeerEnvironment | None) -> Su
         check_likes(specs, list(candidates))
         peers = make_peers(specs, environment, options.model, model, candidates)
     limit, limits = parse_limits(options.limit)
-    tasks = make_tasks(_names(options.tasks), _settings(options, limit, tokenizer), limits)
+    tasks = make_tasks(
+        names_in(options.tasks),
+        _settings(options, limit, tokenizer),
+        limits,
+        parse_tokens(options.answer_tokens),
+    )
     return Suite(
         *(model, tokenizer, candidates, tasks, options.seed, options.config(), peers),
-        peers_skip=_names(options.peers_skip or ""),
+        peers_skip=names_in(options.peers_skip or ""),
     )
 
 
@@ -337,33 +189,10 @@ def _unmarked(text: str) -> str:
     return escape(text)
 
 
-def _names(tasks: str) -> list[str]:
-    return [name.strip() for name in tasks.split(",") if name.strip()]
-
-
 def _rules(path: Path | None) -> tuple[Rule, ...]:
     from kvfold.evaluation.gate import read_rules
 
     return () if path is None else read_rules(path)
-
-
-def parse_limits(text: str | None) -> tuple[int | None, dict[str, int]]:
-    """The limit of all tasks and those of single ones; `typer.BadParameter` for other texts."""
-    of_all, of_one = None, {}
-    for part in filter(None, (part.strip() for part in (text or "").split(","))):
-        name, _, number = (piece.strip() for piece in part.rpartition("="))
-        if not re.fullmatch("[0-9]+", number) or not int(number) or ("=" in part and not name):
-            raise typer.BadParameter(
-                f"--limit is a number of items from 1 on, TASK=NUMBER, or several of these with "
-                f"commas between, such as 200,gsm8k=20; got {part!r}"
-            )
-        if name in of_one or (not name and of_all is not None):
-            raise typer.BadParameter(f"--limit takes one number a task; got another one: {part!r}")
-        if name:
-            of_one[name] = int(number)
-        else:
-            of_all = int(number)
-    return of_all, of_one
 
 
 def _settings(options: SuiteOptions, limit: int | None, tokenizer: Any) -> Any:

@@ -11,11 +11,11 @@ from kvfold.evaluation.runner import PLAIN
 
 def run_of(figures=None, described=None, **metrics):
     """A run of the plain model and `a`, with figures of the plain model by task and metric."""
-    tasks = figures or {}
+    tasks = {task: {"settings": {}} for task in figures or {}}
     results = {
         PLAIN: {
             task: {metric: {"kind": kind, "value": value} for metric, kind, value in some}
-            for task, some in tasks.items()
+            for task, some in (figures or {}).items()
         },
         "a": {},
     }
@@ -89,3 +89,10 @@ def test_tasks_that_peers_are_not_asked_are_told_once_for_all_of_them():
     notes = notes_of(run_of(peers=["p", "q"], unanswered=unanswered))
     assert notes[-1] == "p, q: not asked turns: once."
     assert sum("not asked" in note for note in notes) == 1
+
+
+def test_answers_that_were_cut_are_told():
+    made = run_of({"ifeval": []})
+    made.metrics["tasks"]["ifeval"]["settings"]["answers_cut_at"] = 512
+    (note,) = notes_of(made)
+    assert note.startswith("ifeval: every subject's answers end after 512 tokens")

@@ -19,7 +19,17 @@ SHARES = ("score", "accuracy")
 
 def notes_of(run: Run) -> tuple[str, ...]:
     """All that there is to say, in whole sentences."""
-    return (*_floor(run), *_same(run), *_exact(run), *_code(run), *_peers(run))
+    return (*_cut(run), *_floor(run), *_same(run), *_exact(run), *_code(run), *_peers(run))
+
+
+def _cut(run: Run) -> Iterator[str]:
+    for task, about in run.metrics["tasks"].items():
+        tokens = about.get("settings", {}).get("answers_cut_at")
+        if tokens is not None:
+            yield (
+                f"{task}: every subject's answers end after {tokens} tokens at the latest, by "
+                "choice of this run; figures made with the harness's own number are not comparable."
+            )
 
 
 def _floor(run: Run) -> Iterator[str]:

@@ -38,7 +38,7 @@ def gsm8k(
         chosen=settings,
         chunk=settings.batch,
         chat_template=chat_template,
-        max_gen_toks=max_gen_toks,
+        max_gen_toks=settings.answer_tokens if max_gen_toks is None else max_gen_toks,
     )
 
 

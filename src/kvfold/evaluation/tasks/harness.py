@@ -126,6 +126,7 @@ class HarnessTask:
             "shots": self.harness.config.num_fewshot or 0,
             "shots_seed": DEFAULT_OTHER_SEED,
             "generation": _plain(self.harness.config.generation_kwargs),
+            "answers_cut_at": self.max_gen_toks,
             "chat_template": None if template is None else _digest(repr(template)),
             "files": records,
             "items": self._count,

@@ -45,7 +45,7 @@ def ifeval(
         chosen=settings,
         chunk=settings.batch,
         chat_template=chat_template,
-        max_gen_toks=max_gen_toks,
+        max_gen_toks=settings.answer_tokens if max_gen_toks is None else max_gen_toks,
         scoring=without_chance,
     )
     with without_chance():
