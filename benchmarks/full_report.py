@@ -6,7 +6,9 @@ validation text for SmolLM2, and documents of its own language for the tiny hybr
 
     python benchmarks/full_report.py --data DATA [--fraction 0.05] [--peers-env DIR]
 
-Leaves `report.html`, `report.md` and both run folders in `docs/report`. Started again it goes on.
+Leaves `report.html`, `report.md` and both run folders in `docs/report` (a part of it, which takes
+less than ten minutes where the fits are there already: `results/report/part`). Started again it
+goes on.
 Fits, and then subjects, are worked on side by side, as many as there are cores.
 
 It takes what two cores can do in an hour and a half, so samples are small, and what is left out is
@@ -161,12 +163,13 @@ def main() -> None:
     parser.add_argument("--peers-env", type=Path)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--addons", type=Path, default=Path("results/report/addons"))
-    parser.add_argument("--out", type=Path, default=Path("docs/report"))
+    parser.add_argument("--out", type=Path, help="docs/report, of a part results/report/part")
     chosen = parser.parse_args()
     started, machine = time.monotonic(), Machine(chosen.jobs)
+    whole = chosen.fraction == 1
+    chosen.out = chosen.out or Path("docs/report" if whole else "results/report/part")
     chosen.addons.mkdir(parents=True, exist_ok=True)
     folders = fitted(chosen, machine)
-    whole = chosen.fraction == 1
     tasks = [task for task in TASKS if whole or task not in SLOW]
     more: list[str | Path] = ["--data", chosen.data]
     more += ["--limit", ",".join(f"{task}={LIMITS[task]}" for task in tasks)]
