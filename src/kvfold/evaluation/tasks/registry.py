@@ -71,7 +71,7 @@ def make_tasks(
             f"{', '.join(others)}; name the task as well, or leave its limit out"
         )
     cut = answer_tokens or {}
-    wrong = sorted(set(cut) - set(names) & set(MAY_BE_CUT))
+    wrong = sorted(set(cut) - (set(names) & set(MAY_BE_CUT)))
     if wrong:
         raise EvaluationError(
             f"only answers to {', '.join(MAY_BE_CUT)} have a number of tokens that can be chosen, "
