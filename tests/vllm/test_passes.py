@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from kvfold.vllm.passes import some_pieces
 from kvfold.vllm.recurrent import RecurrentState, part_of_step
-from kvfold.vllm.replay import _left_out, _split
+from kvfold.vllm.replay import anchors_and_rest, rows_left_out
 from kvfold.vllm.scheduling import hash_unit
 from kvfold.vllm.skip import kept_rows
 
@@ -32,12 +32,12 @@ def test_parts_of_a_step_hold_each_row_once_and_say_how_far_each_request_is():
 
 def test_anchors_run_before_the_replay_and_what_lies_between_is_left_out():
     kept = kept_rows(STARTS, SEEN, replay=6, anchors=2)
-    anchors, rest = _split(kept)
+    anchors, rest = anchors_and_rest(kept)
     first, last = some_pieces(kept, anchors), some_pieces(kept, rest)
     assert (first.rows.tolist(), first.requests, first.seen) == ([1, 2], [1], [2])
     assert last.lengths == [1, 6, 6, 3]
     assert last.rows.tolist() == [0, *range(15, 21), *range(45, 51), *range(51, 54)]
-    assert _left_out(kept, STARTS) == {1: range(3, 15), 2: range(21, 45)}
+    assert rows_left_out(kept, STARTS) == {1: range(3, 15), 2: range(21, 45)}
 
 
 def test_a_state_is_written_as_it_was_read():

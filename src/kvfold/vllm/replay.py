@@ -52,8 +52,8 @@ class ReplayPasses:
     def _passes(
         self, context: Any, hidden: Tensor, kept: KeptRows, starts: list[int], seen: list[int]
     ) -> Iterator[tuple[Tensor, Any]]:
-        anchors, rest = _split(kept)
-        left_out = _left_out(kept, starts)
+        anchors, rest = anchors_and_rest(kept)
+        left_out = rows_left_out(kept, starts)
         begun = [r for r in left_out if starts[r + 1] - starts[r] == seen[r]]
         self.recurrent.clear(context, begun)
         if anchors:
@@ -68,7 +68,7 @@ class ReplayPasses:
         return kept.rows.to(hidden.device), inside
 
 
-def _split(kept: KeptRows) -> tuple[list[int], list[int]]:
+def anchors_and_rest(kept: KeptRows) -> tuple[list[int], list[int]]:
     """Numbers of the pieces that are anchors, those that another of their request follows; and of
     the others."""
     followed = [a == b for a, b in itertools.pairwise([*kept.requests, -1])]
@@ -76,7 +76,7 @@ def _split(kept: KeptRows) -> tuple[list[int], list[int]]:
     return [n for n in numbers if followed[n]], [n for n in numbers if not followed[n]]
 
 
-def _left_out(kept: KeptRows, starts: list[int]) -> dict[int, range]:
+def rows_left_out(kept: KeptRows, starts: list[int]) -> dict[int, range]:
     """The rows that are not kept, by request; they lie between its anchors and its replay."""
     found = {}
     ends = starts[:-1]
