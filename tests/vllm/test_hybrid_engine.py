@@ -46,9 +46,11 @@ def test_greedy_tokens_equal_the_runtime_on_every_axis(
     addon, saved = random_addon(model, plan)
     given = prompts((300, 150, 33, 7))
     expected = folded_reference(model, addon, plan, given)
-    made = generate(engine(folder, model.config, saved, **settings), given)
-    assert made.tokens == expected.tokens
-    assert made.gap(expected) < CLOSE
+    started = engine(folder, model.config, saved, **settings)
+    for _ in range(2):  # the second time in blocks that hold what others have left
+        made = generate(started, given)
+        assert made.tokens == expected.tokens
+        assert made.gap(expected) < CLOSE
 
 
 REPLAY = 48
@@ -88,7 +90,8 @@ def test_skipped_prompts_replay_into_recurrent_states_as_in_the_runtime(
     started = engine(folder, model.config, saved)
     skipping = decoder_of(started).kvfold
     left_out = skipping.rows_left_out
-    made = generate(started, given, 6)
-    assert made.tokens == expected.tokens
-    assert made.gap(expected) < CLOSE
-    assert skipping.rows_left_out - left_out == 300 + 150 - 2 * (REPLAY + 4)
+    for _ in range(2):  # the second time in blocks that hold what others have left
+        made = generate(started, given, 6)
+        assert made.tokens == expected.tokens
+        assert made.gap(expected) < CLOSE
+    assert skipping.rows_left_out - left_out == 2 * (300 + 150 - 2 * (REPLAY + 4))

@@ -56,7 +56,7 @@ def repeatable_backend(base: Any) -> Any:
 
 def some_pieces(kept: KeptRows, numbers: Sequence[int]) -> KeptRows:
     """The pieces of these numbers, at least one."""
-    parts = kept.rows.split(kept.lengths)
+    parts = torch.split(kept.rows, kept.lengths)
     return KeptRows(
         torch.cat([parts[n] for n in numbers]),
         [kept.lengths[n] for n in numbers],

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvfold.vllm.passes import context_of, repeatable_backend, some_pieces
@@ -80,7 +81,7 @@ def rows_left_out(kept: KeptRows, starts: list[int]) -> dict[int, range]:
     """The rows that are not kept, by request; they lie between its anchors and its replay."""
     found = {}
     ends = starts[:-1]
-    for rows, request in zip(kept.rows.split(kept.lengths), kept.requests, strict=True):
+    for rows, request in zip(torch.split(kept.rows, kept.lengths), kept.requests, strict=True):
         first, last = int(rows[0]), int(rows[-1])
         if first > ends[request]:
             found[request] = range(ends[request], first)
