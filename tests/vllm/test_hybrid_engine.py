@@ -15,6 +15,20 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 CLOSE = 1e-3
 """Of log-probabilities, as in `test_fold_engine.py`."""
 
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "layer_types": ["linear_attention", "full_attention"] * 3,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+    },
+}
+
 ALL_AXES = {
     "anchors": 4,
     "window": 32,
@@ -95,3 +109,48 @@ def test_skipped_prompts_replay_into_recurrent_states_as_in_the_runtime(
         assert made.tokens == expected.tokens
         assert made.gap(expected) < CLOSE
     assert skipping.rows_left_out - left_out == 2 * (300 + 150 - 2 * (REPLAY + 4))
+
+
+def test_a_shared_beginning_of_a_skipped_prompt_gives_what_its_own_chunks_give(
+    plain_delta, tiny_folder, random_addon, prompts, engine, generate, decoder_of
+):
+    """Chunks end where states are kept, so a later prompt goes on as if it had run them."""
+    model, folder = tiny_folder("qwen3_5", change=slow_to_forget)
+    addon, saved = random_addon(model, Plan.from_dict({**SKIP, "state_projector": True}))
+    first, other = prompts((430, 90))
+    second = first[:400] + other
+    started = engine(
+        folder, model.config, saved, enable_prefix_caching=True, max_num_batched_tokens=128
+    )
+    skipping = decoder_of(started).kvfold
+    alone = generate(started, [second], 6)
+    rows = skipping.rows_run + skipping.rows_left_out
+    assert started.reset_prefix_cache()
+    generate(started, [first], 6)
+    before = skipping.rows_run + skipping.rows_left_out
+    after = generate(started, [second], 6)
+    assert after.tokens == alone.tokens
+    assert after.gap(alone) < CLOSE
+    assert skipping.rows_run + skipping.rows_left_out - before < rows - 300
+
+
+def test_the_text_half_of_a_checkpoint_that_sees_is_served(
+    plain_delta, tiny_config, tmp_path, random_addon, prompts, engine, generate, folded_reference
+):
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    text = tiny_config("qwen3_5", **SIZES).to_dict()
+    config = Qwen3_5Config(
+        text_config=text, vision_config={**vision, "out_hidden_size": text["hidden_size"]}
+    )
+    torch.manual_seed(0)
+    model = Qwen3_5ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    plan = Plan.from_dict({"depth": [{"method": "csa2", "source": 3, "readers": [5]}]})
+    addon, saved = random_addon(model, plan)
+    given = prompts((200, 9))
+    expected = folded_reference(model, addon, plan, given, 6)
+    made = generate(engine(tmp_path, model.config, saved), given, 6)
+    assert made.tokens == expected.tokens
+    assert made.gap(expected) < CLOSE
