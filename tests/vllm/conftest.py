@@ -102,7 +102,7 @@ def plain_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         qwen_gdn_linear_attn.QwenGatedDeltaNetAttention, "forward_cpu", module.forward
     )
-    monkeypatch.setattr(hybrids, "check_dtype", lambda dtype: None)
+    monkeypatch.setattr(hybrids, "check_kernels", lambda model_config: None)
 
 
 @pytest.fixture(scope="session")

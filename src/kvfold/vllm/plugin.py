@@ -20,7 +20,6 @@ ARCHITECTURES = MappingProxyType(
         "Qwen2": ("KvfoldQwen2ForCausalLM", "kvfold.vllm.qwen"),
         "Qwen3": ("KvfoldQwen3ForCausalLM", "kvfold.vllm.qwen"),
         "Qwen3.5": ("KvfoldQwen35ForCausalLM", "kvfold.vllm.qwen3_5"),
-        "Qwen3.5-MoE": ("KvfoldQwen35MoeForCausalLM", "kvfold.vllm.qwen3_5"),
     }
 )
 """By a family's name in `kvfold.anatomy`: the model class here, and the module it lives in."""

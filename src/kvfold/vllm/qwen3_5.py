@@ -9,11 +9,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 from vllm.compilation.decorators import ignore_torch_compile
-from vllm.model_executor.models.qwen3_5 import (
-    Qwen3_5ForCausalLM,
-    Qwen3_5Model,
-    Qwen3_5MoeForCausalLM,
-)
+from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5Model
 
 from kvfold.vllm.decoder import FoldedCausal, FoldedDecoder
 from kvfold.vllm.skipping import Skipping
@@ -24,10 +20,12 @@ LEFT_OUT = ("model.visual.", "visual.", "mtp.")
 
 @ignore_torch_compile
 class KvfoldQwen35Model(FoldedDecoder, Qwen3_5Model):
-    """The decoder of both."""
+    """Its decoder."""
 
 
-class _Causal(FoldedCausal):
+class KvfoldQwen35ForCausalLM(FoldedCausal, Qwen3_5ForCausalLM):
+    """Qwen3.5 under an add-on."""
+
     decoder_class = KvfoldQwen35Model
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -38,11 +36,3 @@ class _Causal(FoldedCausal):
         if isinstance(self.model.kvfold, Skipping):
             self.model.kvfold.passes.weights_loaded()
         return loaded
-
-
-class KvfoldQwen35ForCausalLM(_Causal, Qwen3_5ForCausalLM):
-    """Qwen3.5 under an add-on."""
-
-
-class KvfoldQwen35MoeForCausalLM(_Causal, Qwen3_5MoeForCausalLM):
-    """The same with experts."""
