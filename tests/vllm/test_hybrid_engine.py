@@ -5,9 +5,15 @@ vLLM's own kernels are in `test_hybrid_kernels.py`.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import kvfold
+from kvfold import AddOn
+from kvfold.evaluation.tiny_language import recall_prompt
+from kvfold.models import load, model_folder
 from kvfold.plan import Plan
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
@@ -152,5 +158,25 @@ def test_the_text_half_of_a_checkpoint_that_sees_is_served(
     given = prompts((200, 9))
     expected = folded_reference(model, addon, plan, given, 6)
     made = generate(engine(tmp_path, model.config, saved), given, 6)
+    assert made.tokens == expected.tokens
+    assert made.gap(expected) < CLOSE
+
+
+@pytest.mark.parametrize("prefill", ["full", "skip"])
+def test_a_trained_hybrid_recalls_what_it_recalls_in_the_runtime(
+    prefill, plain_delta, engine, generate, folded_reference, grown_reference
+):
+    """tiny-hybrid under its add-on, low-rank terms and all, asked for words early in its prompt."""
+    model, tokenizer = load("tiny-hybrid", dtype=torch.float32)
+    saved = Path(kvfold.__file__).parent / "addons" / "tiny-hybrid-card"
+    addon = AddOn.from_pretrained(saved, dtype=torch.float32)
+    plan = addon.plan.replace(prefill=prefill, replay=128)
+    asked = [recall_prompt(seed, "value", 500, fact_within=(10, 200)) for seed in range(4)]
+    given = [tokenizer.convert_tokens_to_ids(list(one.words)) for one in asked]
+    reference = grown_reference if prefill == "skip" else folded_reference
+    expected = reference(model, addon, plan, given, 4)
+    settings = {"plan": {"prefill": prefill, "replay": 128}, "max_num_batched_tokens": 4096}
+    started = engine(Path(model_folder("tiny-hybrid")), model.config, saved, **settings)
+    made = generate(started, given, 4)
     assert made.tokens == expected.tokens
     assert made.gap(expected) < CLOSE
