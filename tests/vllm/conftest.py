@@ -7,7 +7,6 @@ run in this process, so that a test can look inside.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -89,18 +88,16 @@ def plain_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets engines of this process run hybrids in float32; see `plain_delta.py`."""
     pytest.importorskip("torchvision", reason="vLLM's Qwen3.5 needs it: make test-vllm")
     pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+    import importlib
+
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 
     from kvfold.vllm import hybrids
 
-    spec = importlib.util.spec_from_file_location(
-        "plain_delta", Path(__file__).with_name("plain_delta.py")
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    plain = importlib.import_module("plain_delta")
     monkeypatch.setattr(
-        qwen_gdn_linear_attn.QwenGatedDeltaNetAttention, "forward_cpu", module.forward
+        qwen_gdn_linear_attn.QwenGatedDeltaNetAttention, "forward_cpu", plain.forward
     )
     monkeypatch.setattr(hybrids, "check_kernels", lambda model_config: None)
 

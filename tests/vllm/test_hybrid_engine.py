@@ -122,7 +122,7 @@ def test_a_shared_beginning_of_a_skipped_prompt_gives_what_its_own_chunks_give(
 ):
     """Chunks end where states are kept, so a later prompt goes on as if it had run them."""
     model, folder = tiny_folder("qwen3_5", change=slow_to_forget)
-    addon, saved = random_addon(model, Plan.from_dict({**SKIP, "state_projector": True}))
+    _, saved = random_addon(model, Plan.from_dict({**SKIP, "state_projector": True}))
     first, other = prompts((430, 90))
     second = first[:400] + other
     started = engine(

@@ -71,7 +71,7 @@ def scored(model, addon, plan, prompts, tokens):
     ids=["fold", "fold on two", "skip", "skip with projected states"],
 )
 def test_vllms_kernels_are_as_near_to_float32_as_bfloat16_is(
-    plan, settings, tiny_folder, random_addon, prompts, engine, generate
+    plan, settings, tiny_folder, random_addon, prompts, engine, generate, record_property
 ):
     plan = Plan.from_dict(plan)
     model, folder = tiny_folder("qwen3_5", dtype=torch.bfloat16, **KERNELS)
@@ -89,5 +89,5 @@ def test_vllms_kernels_are_as_near_to_float32_as_bfloat16_is(
     )
     noise = float((rounded - exact).abs().mean())
     gap = float((vllms - exact).abs().mean())
-    print(f"mean gap to float32: vLLM {gap:.4f}, the runtime in bfloat16 {noise:.4f}")
+    record_property("mean gap to float32", {"vLLM": gap, "the runtime in bfloat16": noise})
     assert gap < TIMES_NOISE * noise
