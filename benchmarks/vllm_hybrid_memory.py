@@ -12,6 +12,7 @@ import tempfile
 from typing import Any
 
 import torch
+
 import vllm_memory
 
 HYBRID = {
