@@ -10,26 +10,15 @@ from kvfold.plan import Plan
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-
-def plan_for(csa2, latent, pooled, quantised):
-    """A plan of all kinds on these layers."""
-    return Plan.from_dict(
-        {
-            "anchors": 4,
-            "window": 32,
-            "depth": [
-                {"method": "csa2", "source": csa2[0], "readers": csa2[1:]},
-                {"method": "latent", "layers": latent, "rank": 48},
-            ],
-            "sequence": [{"method": "pool", "layers": [pooled], "group": 4}],
-            "bits": [{"method": "turboquant", "layers": [quantised]}],
-        }
-    )
-
-
-PLANS = {
-    "llama": plan_for([1, 2], [4, 5], 6, 7),
-    "qwen3_5": plan_for([1, 3], [5, 7], 9, 11),
+PLAN = {
+    "anchors": 4,
+    "window": 32,
+    "depth": [
+        {"method": "csa2", "source": 1, "readers": [2]},
+        {"method": "latent", "layers": [4, 5], "rank": 48},
+    ],
+    "sequence": [{"method": "pool", "layers": [6], "group": 4}],
+    "bits": [{"method": "turboquant", "layers": [7]}],
 }
 numbers = itertools.count()
 
@@ -59,14 +48,25 @@ def drive(started, prompts, count):
     return [tokens[n] for n in names], [cached[n] for n in names], len(preempted), most
 
 
-@pytest.mark.parametrize("family", PLANS)
+HYBRID_PLAN = {
+    **PLAN,
+    "depth": [
+        {"method": "csa2", "source": 1, "readers": [3]},
+        {"method": "latent", "layers": [5, 7], "rank": 48},
+    ],
+    "sequence": [{"method": "pool", "layers": [9], "group": 4}],
+    "bits": [{"method": "turboquant", "layers": [11]}],
+}
+
+
+@pytest.mark.parametrize(("family", "plan"), [("llama", PLAN), ("qwen3_5", HYBRID_PLAN)])
 def test_chunks_shared_prefixes_and_preemption_change_no_token(
-    family, request, tiny_folder, random_addon, prompts, engine, folded_reference
+    family, plan, request, tiny_folder, random_addon, prompts, engine, folded_reference
 ):
     if family == "qwen3_5":
         request.getfixturevalue("plain_delta")
     model, folder = tiny_folder(family)
-    plan = PLANS[family]
+    plan = Plan.from_dict(plan)
     addon, saved = random_addon(model, plan)
     first, other, *short = prompts((940, 50, 30, 29, 28, 27))
     second = first[:900] + other
