@@ -82,6 +82,21 @@ test-vllm: $(VLLM_INSTALLED)
 	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest tests/vllm -W default --show-capture=no
 
+# vLLM's module of Qwen3.5 imports torchvision, of which text needs nothing. The published build is
+# for CUDA; the file that is copied lets it be imported beside a torch that is not.
+TORCHVISION := torchvision==0.28.0
+VLLM_HYBRIDS := $(VLLM_ENV)/.installed-torchvision-0.28.0
+VLLM_SITE = $(shell $(VLLM_ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+test-vllm: $(VLLM_HYBRIDS)
+
+$(VLLM_HYBRIDS): $(VLLM_INSTALLED) tests/vllm/torchvision_operators.py
+	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  "$(TORCHVISION)"
+	@cp tests/vllm/torchvision_operators.py $(VLLM_SITE)/
+	@echo 'import torchvision_operators' > $(VLLM_SITE)/torchvision_operators.pth
+	@touch "$@"
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

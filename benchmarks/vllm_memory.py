@@ -84,7 +84,7 @@ def held(engine: Any, vocabulary: int) -> Held:
     return Held(config.num_blocks, block_bytes, most * block_bytes, last * block_bytes, capacity)
 
 
-def measure(folder: str, model: Any, plan: dict[str, Any] | None) -> Held:
+def measure(folder: str, model: Any, plan: dict[str, Any] | None, dtype: str = "float32") -> Held:
     """Start an engine for a plan and run one request."""
     from vllm import LLM
 
@@ -98,7 +98,7 @@ def measure(folder: str, model: Any, plan: dict[str, Any] | None) -> Held:
         engine = LLM(
             folder,
             hf_overrides=overrides,
-            dtype="float32",
+            dtype=dtype,
             enforce_eager=True,
             skip_tokenizer_init=True,
             enable_prefix_caching=False,

@@ -34,6 +34,19 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 12,
+    "layer_types": ["linear_attention", "full_attention"] * 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+    },
+}
+"""Of Qwen3.5 models, besides: every second layer attends, so that folds of every kind have room."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +65,41 @@ class Generated:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tiny_model: Any, tmp_path_factory: Any) -> Callable[..., tuple[Any, Path]]:
-    """`tiny_folder(family, **overrides)`: a tiny model, and the folder that it was saved to."""
+    """`tiny_folder(family, **overrides)`: a tiny model, and the folder that it was saved to.
 
-    def make(family: str, **overrides: Any) -> tuple[Any, Path]:
-        model = tiny_model(family, **{**TINY, **overrides})
+    change: called with the model before that.
+    """
+
+    def make(
+        family: str, *, change: Callable[[Any], None] = lambda _: None, **overrides: Any
+    ) -> tuple[Any, Path]:
+        specific = HYBRID if family.startswith("qwen3_5") else {}
+        model = tiny_model(family, **{**TINY, **specific, **overrides})
+        change(model)
         folder = tmp_path_factory.mktemp(family)
         model.save_pretrained(folder)
         return model, folder
 
     return make
+
+
+@pytest.fixture
+def plain_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets engines of this process run hybrids in float32; see `plain_delta.py`."""
+    pytest.importorskip("torchvision", reason="vLLM's Qwen3.5 needs it: make test-vllm")
+    pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+    import importlib
+
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+
+    from kvfold.vllm import hybrids
+
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    plain = importlib.import_module("plain_delta")
+    monkeypatch.setattr(
+        qwen_gdn_linear_attn.QwenGatedDeltaNetAttention, "forward_cpu", plain.forward
+    )
+    monkeypatch.setattr(hybrids, "check_kernels", lambda model_config: None)
 
 
 @pytest.fixture(scope="session")
@@ -178,3 +217,42 @@ def folded_reference(cache_argument: Any) -> Callable[..., Generated]:
         return Generated(tokens, logprobs)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def grown_reference() -> Callable[..., Generated]:
+    """`grown_reference(model, addon, plan, prompts, count)`: of a plan that skips.
+
+    Each token by a call of its own, whose window and replay hold all that has run by then. That
+    is what layers read which keep exact for good what ran through them.
+    """
+    from kvfold import attach
+
+    @torch.no_grad()
+    def run(
+        model: Any, addon: Any, plan: Any, prompts: list[list[int]], count: int = 12
+    ) -> Generated:
+        tokens: list[list[int]] = [[] for _ in prompts]
+        logprobs: list[list[float]] = [[] for _ in prompts]
+        for step in range(count):
+            replay = plan.replay + step
+            with attach(model, addon, plan=plan.replace(window=replay, replay=replay)):
+                for row, prompt in enumerate(prompts):
+                    given = torch.tensor([prompt + tokens[row]])
+                    scores = model(given, logits_to_keep=1).logits[0, -1].float().log_softmax(-1)
+                    tokens[row].append(int(scores.argmax()))
+                    logprobs[row].append(float(scores.max()))
+        return Generated(tokens, logprobs)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def decoder_of() -> Callable[[Any], Any]:
+    """`decoder_of(engine)`: the decoder of an engine in this process."""
+
+    def find(started: Any) -> Any:
+        worker = started.llm_engine.model_executor.driver_worker
+        return getattr(worker, "worker", worker).model_runner.model.model
+
+    return find

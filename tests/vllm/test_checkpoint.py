@@ -40,6 +40,15 @@ def test_a_folder_is_checked_without_loading_it(tiny_model, tmp_path):
         check_folder(tmp_path, addon, "other")
 
 
+def test_layers_of_a_draft_are_not_taken_for_the_models_own(tiny_model):
+    model = tiny_model("llama")
+    weights = {
+        **model.state_dict(),
+        **{f"mtp.{k.removeprefix('model.')}": v + 1 for k, v in model.state_dict().items()},
+    }
+    assert len(dict(checked(weights.items(), addon_of(model), "base"))) == len(weights)
+
+
 def test_low_rank_terms_are_merged_into_their_projections(tiny_model):
     model = tiny_model("llama")
     addon = addon_of(model, lora={"rank": 2, "targets": ["q", "v"]})

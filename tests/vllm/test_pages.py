@@ -32,3 +32,24 @@ def test_a_model_in_six_groups_wastes_nothing():
     pages = fit_pages(widths)
     assert pages.tokens == {"exact": 16, "history-1": 80}
     assert pages.wasted_fraction(widths) == 0
+
+
+def test_recurrent_states_set_the_page_where_they_are_larger():
+    """Qwen3.5-4B: states of 2 MiB, 8 layers of 2,048 values, two codes of 2,048."""
+    state = 32 * 128 * 128 * 4 + 8192 * 3 * 2
+    widths = {"exact": RowSize(8 * 2048 * 2), "history-1": RowSize(2 * 2048 * 2)}
+    pages = fit_pages(widths, state_bytes=state)
+    assert pages.page_bytes == state
+    assert pages.tokens == {"exact": 64, "history-1": 256}
+    small = fit_pages(widths, state_bytes=1000)
+    assert small.page_bytes >= 16 * 8 * 2048 * 2
+
+
+@settings(deadline=None, max_examples=30)
+@given(sizes, st.integers(1, 3_000_000), st.sampled_from([16, 48]))
+def test_states_fit_on_every_page_too(given_sizes, state_bytes, unit):
+    pages = fit_pages(given_sizes, state_bytes=state_bytes, unit=unit)
+    assert pages.page_bytes >= state_bytes
+    for name, size in given_sizes.items():
+        assert pages.tokens[name] % unit == 0
+        assert pages.tokens[name] * size.bytes_per_token <= pages.page_bytes

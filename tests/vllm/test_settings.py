@@ -28,7 +28,7 @@ def test_overrides_name_the_familys_class_and_carry_the_settings(tiny_config):
 
 
 def test_a_family_without_a_model_is_refused(tiny_config):
-    with pytest.raises(EngineSettingError, match="Llama, Mistral, Qwen2, Qwen3; this one is a Phi"):
+    with pytest.raises(EngineSettingError, match=r"Qwen2, Qwen3, Qwen3\.5; this one is a Phi"):
         Settings("folder").overrides(tiny_config("phi3"))
 
 
@@ -62,6 +62,15 @@ def test_sliding_layers_are_refused(tiny_config):
     plan = Plan.from_dict({"depth": [{"method": "identity", "layers": [1]}]})
     with pytest.raises(UnsupportedModelError, match="sliding-window"):
         check_runs(plan, anatomy(tiny_config("gemma3")))
+
+
+def test_a_state_projector_that_the_add_on_does_not_have_is_refused(tiny_model, tmp_path):
+    model = tiny_model("qwen3_5")
+    plan = Plan.from_dict({**SKIP, "depth": [{"method": "ced", "split": 4, "layers": [7]}]})
+    AddOn.untrained(model, plan).save_pretrained(tmp_path)
+    Settings(str(tmp_path)).load().check(model.config, "base")
+    with pytest.raises(EngineSettingError, match="was fitted with one; this one has none"):
+        Settings(str(tmp_path), {"state_projector": True}).load().check(model.config, "base")
 
 
 def test_a_changed_plan_keeps_the_add_ons_weights_and_is_checked_against_its_base(

@@ -48,11 +48,25 @@ def drive(started, prompts, count):
     return [tokens[n] for n in names], [cached[n] for n in names], len(preempted), most
 
 
+HYBRID_PLAN = {
+    **PLAN,
+    "depth": [
+        {"method": "csa2", "source": 1, "readers": [3]},
+        {"method": "latent", "layers": [5, 7], "rank": 48},
+    ],
+    "sequence": [{"method": "pool", "layers": [9], "group": 4}],
+    "bits": [{"method": "turboquant", "layers": [11]}],
+}
+
+
+@pytest.mark.parametrize(("family", "plan"), [("llama", PLAN), ("qwen3_5", HYBRID_PLAN)])
 def test_chunks_shared_prefixes_and_preemption_change_no_token(
-    tiny_folder, random_addon, prompts, engine, folded_reference
+    family, plan, request, tiny_folder, random_addon, prompts, engine, folded_reference
 ):
-    model, folder = tiny_folder("llama")
-    plan = Plan.from_dict(PLAN)
+    if family == "qwen3_5":
+        request.getfixturevalue("plain_delta")
+    model, folder = tiny_folder(family)
+    plan = Plan.from_dict(plan)
     addon, saved = random_addon(model, plan)
     first, other, *short = prompts((940, 50, 30, 29, 28, 27))
     second = first[:900] + other

@@ -44,7 +44,13 @@ class StateScan:
     def of(cls, model: Any, projector: StateProjector, layer: int, replay: int) -> StateScan | None:
         """None if a replay of so many tokens leaves nothing of any head's state."""
         weights = linear_inputs(linear_attention_module(model, layer))
-        chosen = projector.chosen_heads(layer, replay)
+        return cls.of_weights(weights, projector, layer, projector.chosen_heads(layer, replay))
+
+    @classmethod
+    def of_weights(
+        cls, weights: LinearInputs, projector: StateProjector, layer: int, chosen: Sequence[int]
+    ) -> StateScan | None:
+        """For chosen value heads of some weights; None without any."""
         if not chosen:
             return None
         read = sorted({weights.head_of[head] for head in chosen})

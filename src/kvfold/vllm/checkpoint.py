@@ -17,8 +17,10 @@ from kvfold.methods import Lora
 from kvfold.store.addon import AddOn
 from kvfold.store.fingerprint import sample
 
-IN_LAYERS = re.compile(r"(?:^|\.)layers\.(\d+\..+)$")
-"""A parameter's name within the text decoder's layers, as fingerprints have it."""
+IN_LAYERS = re.compile(r"^(?!mtp\.)(?:.*\.)?layers\.(\d+\..+)$")
+"""A parameter's name within the text decoder's layers, as fingerprints have it. Layers that only
+draft tokens have layers of their own.
+"""
 
 
 def checked(

@@ -13,6 +13,7 @@ from kvfold.anatomy import anatomy
 from kvfold.describe import describe
 from kvfold.errors import EngineSettingError
 from kvfold.vllm.checkpoint import check_folder
+from kvfold.vllm.hybrids import adapt_hybrid
 from kvfold.vllm.settings import Loaded, Settings
 
 log = logging.getLogger("vllm.kvfold")
@@ -34,7 +35,10 @@ class KvfoldConfig(VerifyAndUpdateConfig):
         if Path(model.model).is_dir():
             check_folder(Path(model.model), loaded.addon, model.model)
         adapt(vllm_config, loaded)
-        log.info("kvfold: %s", describe(loaded.plan, anatomy(model.hf_config)))
+        described = anatomy(model.hf_config)
+        if described.is_hybrid:
+            adapt_hybrid(vllm_config, loaded)
+        log.info("kvfold: %s", describe(loaded.plan, described))
 
     @classmethod
     def verify_and_update_model_config(cls, model_config: Any) -> None:

@@ -8,12 +8,16 @@ pipeline's inputs have come up, its codes are made and written, for all requests
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.forward_context import get_forward_context, override_forward_context
 
 from kvfold.anatomy import Anatomy, LayerAnatomy
 from kvfold.errors import UnsupportedModelError
@@ -23,8 +27,11 @@ from kvfold.vllm.folded_attention import FoldedAttention
 from kvfold.vllm.heads import LocalHeads
 from kvfold.vllm.owners import PagedStep, RowLayout, RowOwner
 from kvfold.vllm.packed import PackedCode
-from kvfold.vllm.pages import RowSize, fit_pages
+from kvfold.vllm.pages import UNIT, RowSize, fit_pages
+from kvfold.vllm.passes import context_of
+from kvfold.vllm.recurrent import RecurrentLayers, part_of_step
 from kvfold.vllm.rotary import SlotRotary
+from kvfold.vllm.scheduling import hash_unit
 from kvfold.vllm.settings import Loaded
 
 
@@ -81,7 +88,8 @@ class Folding:
             for layer in self.anatomy.layers
             if layer.kind == "full_attention"
         ]
-        self.owners = self._owners(layouts, prefix)
+        self.recurrent = RecurrentLayers.of(decoder, self.anatomy.layers)
+        self.owners = self._owners(layouts, prefix, vllm_config)
         for code in self.codes:
             code.history = self.owners[_history(code.pipeline.group)]
             code.recent = self.owners["recent"] if code.recent_columns is not None else None
@@ -110,7 +118,7 @@ class Folding:
         attention.attn = made
         return made
 
-    def _owners(self, layouts: _Layouts, prefix: str) -> dict[str, RowOwner]:
+    def _owners(self, layouts: _Layouts, prefix: str, vllm_config: Any) -> dict[str, RowOwner]:
         plan = self.loaded.plan
         groups = [plan.group_of(layer) for layer in plan.folded_layers]
         exact = max((plan.window + group - 1 for group in groups), default=1)
@@ -128,12 +136,15 @@ class Folding:
                 row = RowLayout(name, width, torch.uint8, tokens=int(name.split("-")[1]))
             made.append(row)
         pages = fit_pages(
-            {row.name: RowSize(row.row_bytes, row.tokens, row.window is None) for row in made}
+            {row.name: RowSize(row.row_bytes, row.tokens, row.window is None) for row in made},
+            state_bytes=self.recurrent.state_bytes(vllm_config),
+            unit=2 * hash_unit(plan) if self.recurrent.modules else UNIT,
         )
+        self.recurrent.share_pages(pages.page_bytes, math.lcm(*pages.tokens.values()))
         # vLLM sorts memory by the one number in a name; owners serve all layers.
         return {
             row.name: RowOwner(row, pages, f"{prefix}.layers.{number}.kvfold.{row.name}")
-            for number, row in enumerate(made)
+            for number, row in enumerate(made, self.anatomy.num_layers)
         }
 
     def _watch(self, decoder: Any) -> None:
@@ -171,10 +182,27 @@ class Folding:
                     assert one.step is not None
                     one.part, rows = one.step.part(first, size)
                 self._begin()
-                yield rows
+                with self._recurrent_part(first, size):
+                    yield rows
         finally:
             for one in self.owners.values():
                 one.part = None
+
+    def _recurrent_part(self, first: int, size: int) -> AbstractContextManager[None]:
+        """In which recurrent layers, which attend to nothing of ours, run on a part of the step."""
+        if not self.recurrent.modules:
+            return nullcontext()
+        context = get_forward_context()
+        starts, seen = self.recurrent.step(context)
+        if first == 0:
+            lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+            begun = [n for n, length in enumerate(lengths) if length == seen[n]]
+            self.recurrent.clear(context, begun)
+        part = part_of_step(starts, seen, first, size)
+        inside: AbstractContextManager[None] = override_forward_context(
+            context_of(context, part, recurrent=self.recurrent.names)
+        )
+        return inside
 
     def _begin(self) -> None:
         """Forget what came before."""

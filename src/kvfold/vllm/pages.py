@@ -63,26 +63,30 @@ class Pages:
         return float(1 - min(used, default=Fraction(self.page_bytes)) / self.page_bytes)
 
 
-def fit_pages(sizes: Mapping[str, RowSize]) -> Pages:
+def fit_pages(sizes: Mapping[str, RowSize], *, state_bytes: int = 0, unit: int = UNIT) -> Pages:
     """The pages that waste little and let prompts share blocks often.
 
-    sizes: of each kind of row, by name.
+    sizes: of each kind of row, by name. state_bytes: of a recurrent state, which has a page of its
+    own; 0 where there are none. unit: tokens that every block is a multiple of.
     """
     widest = max(sizes, key=lambda name: sizes[name].bytes_per_token)
-    step = math.lcm(UNIT, sizes[widest].tokens)
+    step = math.lcm(unit, sizes[widest].tokens)
+    least = int(step * sizes[widest].bytes_per_token)
+    allowed = [units * least for units in range(1, WIDEST_UNITS + 1)]
+    if state_bytes >= least:
+        allowed = [state_bytes, *(size for size in allowed if size > state_bytes)]
     made = []
-    for units in range(1, WIDEST_UNITS + 1):
-        page_bytes = int(units * step * sizes[widest].bytes_per_token)
-        choices = [_lengths(size, page_bytes) for size in sizes.values()]
+    for page_bytes in allowed:
+        choices = [_lengths(size, page_bytes, unit) for size in sizes.values()]
         for lengths in itertools.product(*choices):
             made.append(Pages(page_bytes, dict(zip(sizes, lengths, strict=True))))
     assert made
-    return min(made, key=lambda pages: _cost(pages, sizes))
+    return min(made, key=lambda pages: _cost(pages, sizes, state_bytes))
 
 
-def _lengths(size: RowSize, page_bytes: int) -> tuple[int, ...]:
+def _lengths(size: RowSize, page_bytes: int, unit: int) -> tuple[int, ...]:
     """The longest blocks that fit on a page, and the roundest down to a part of it."""
-    step = math.lcm(UNIT, size.tokens)
+    step = math.lcm(unit, size.tokens)
     most = int(page_bytes / size.bytes_per_token) // step
     least = max(1, -(-3 * most // 4) if size.grows else -(-most // 2))
     counts = range(most, least - 1, -1)
@@ -90,8 +94,10 @@ def _lengths(size: RowSize, page_bytes: int) -> tuple[int, ...]:
     return tuple(step * n for n in dict.fromkeys((*counts[: CHOICES // 2], *round_ones)))
 
 
-def _cost(pages: Pages, sizes: Mapping[str, RowSize]) -> tuple[float, int]:
+def _cost(pages: Pages, sizes: Mapping[str, RowSize], state_bytes: int) -> tuple[float, int]:
     period = math.lcm(*pages.tokens.values())
+    wasted = pages.wasted_fraction(sizes)
+    if state_bytes:
+        wasted = max(wasted, 1 - state_bytes / pages.page_bytes)
     of_windows = pages.wasted_fraction(sizes, grows=False)
-    cost = pages.wasted_fraction(sizes) + WINDOW_COST * of_windows + PERIOD_COST * period
-    return cost, pages.page_bytes
+    return wasted + WINDOW_COST * of_windows + PERIOD_COST * period, pages.page_bytes

@@ -92,6 +92,11 @@ class Loaded:
         """Raise `AddOnError` for another base's configuration, `EngineSettingError` for a plan
         that does not run on vLLM."""
         self.addon.base.check_config(config, name)
+        if self.plan.state_projector and self.addon.state_projector is None:
+            raise EngineSettingError(
+                "a plan with state_projector needs an add-on that was fitted with one; this one "
+                "has none; change it with plan: {state_projector: false}"
+            )
         check_runs(self.plan, anatomy(config))
 
 
@@ -134,11 +139,6 @@ def _check_skip(plan: Plan) -> None:
                 f"values, so a plan with {what} would not do what it says; take it out, or run "
                 "with plan: {prefill: full}, which saves memory and not time"
             )
-    if plan.state_projector:
-        raise EngineSettingError(
-            "on vLLM upper recurrent states start from the replay alone; change it with plan: "
-            "{state_projector: false}"
-        )
     if any(entry.method == "drop" for entry in plan.depth):
         raise EngineSettingError(
             "on vLLM prefill: skip needs keys and values for every skipped token; the plan drops "

@@ -71,13 +71,18 @@ def trimmed(common: Any, replay: int, anchors: int) -> tuple[Any, Tensor | None]
     kept = kept_rows(*step_of(common), replay, anchors)
     if kept is None:
         return common, None
+    return cut(common, kept), kept.rows.to(common.query_start_loc.device)
+
+
+def cut(common: Any, kept: KeptRows) -> Any:
+    """A step's metadata with some rows only, each piece of them as a request of its own."""
     device = common.query_start_loc.device
     starts = _running_sum(kept.lengths)
     seen = torch.tensor(kept.seen, dtype=torch.int32)
     requests = torch.tensor(kept.requests, dtype=torch.long)
     rows = kept.rows.to(device)
     prefilling, positions = common.is_prefilling, common.positions
-    changed = common.replace(
+    return common.replace(
         query_start_loc=starts.to(device),
         query_start_loc_cpu=starts,
         seq_lens=seen.to(device),
@@ -94,7 +99,6 @@ def trimmed(common: Any, replay: int, anchors: int) -> tuple[Any, Tensor | None]
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,
     )
-    return changed, rows
 
 
 def _running_sum(lengths: list[int]) -> Tensor:

@@ -3,7 +3,8 @@
 All rows run through the layers below the split. What the layers from there on would have kept of
 them is made of the hidden state at the split, by the add-on's depth methods, and written to their
 ordinary blocks; then the kept rows (see `kvfold.vllm.skip`) run through those layers and write
-their own keys and values over it. Layers keep vLLM's own attention.
+their own keys and values over it. Layers keep vLLM's own attention. Where they have recurrent
+states as well, `kvfold.vllm.replay` says how rows run.
 
 Tokens that ran stay exact for good, where kvfold's own runtime folds them as they leave the
 window: as if the window were as long as what has run. Each chunk of a prompt keeps its own last
@@ -13,7 +14,8 @@ window: as if the window were as long as what has run. Each chunk of a prompt ke
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +23,22 @@ from vllm.forward_context import get_forward_context, override_forward_context
 
 from kvfold.methods import Source
 from kvfold.vllm.heads import LocalHeads
+from kvfold.vllm.replay import ReplayPasses
 from kvfold.vllm.settings import Loaded
 from kvfold.vllm.skip import trimmed_backend
+
+
+class Passes(Protocol):
+    """How kept rows run through the upper layers."""
+
+    def weights_loaded(self) -> None:
+        """Told when the model has its weights."""
+
+    def of(self, context: Any, hidden: Tensor) -> Iterable[tuple[Tensor, Any]] | None:
+        """Rows that run together, and the forward context for them; None if all rows are kept.
+
+        hidden: the hidden state at the split, (tokens, hidden).
+        """
 
 
 class Skipping:
@@ -44,46 +60,42 @@ class Skipping:
             if layer.kind == "full_attention"
         ]
         self.k_norms = {n.index: n.k_norm != "none" for n in loaded.addon.base.anatomy.layers}
-        for _, attention in self.attending:
-            stock = attention.attn.attn_backend
-            attention.attn.attn_backend = trimmed_backend(stock, plan.replay, plan.anchors)
+        attending = [attention.attn for _, attention in self.attending]
+        self.passes: Passes
+        if loaded.addon.base.anatomy.is_hybrid:
+            self.passes = ReplayPasses(decoder, loaded, attending)
+        else:
+            self.passes = OnePass(loaded, attending)
         self.rows_run = self.rows_left_out = 0
 
     def forward(self, decoder: Any, hidden: Tensor, positions: Tensor) -> Tensor:
         """The decoder's output; rows that were left out are NaN, since they have none."""
         residual: Tensor | None = None
         for layer in self.lower:
-            hidden, residual = layer(positions, hidden, residual)
+            hidden, residual = layer(positions=positions, hidden_states=hidden, residual=residual)
         context = get_forward_context()
-        rows = self._kept(context)
-        if rows is None:
+        at_split = hidden if residual is None else hidden + residual
+        passes = self.passes.of(context, at_split)
+        if passes is None:
             self.rows_run += len(hidden)
             return self._run_upper(decoder, positions, hidden, residual)
         assert residual is not None
-        self._write_history(context, hidden + residual, positions)
-        slots = {
-            attention.attn.layer_name: context.slot_mapping[attention.attn.layer_name][rows]
-            for _, attention in self.attending
-        }
-        with override_forward_context(dataclasses.replace(context, slot_mapping=slots)):
-            kept = self._run_upper(decoder, positions[..., rows], hidden[rows], residual[rows])
-        self.rows_run += len(rows)
-        self.rows_left_out += len(hidden) - len(rows)
+        self._write_history(context, at_split, positions)
         output = torch.full_like(hidden, torch.nan)
-        return output.index_copy_(0, rows, kept)
-
-    def _kept(self, context: Any) -> Tensor | None:
-        if not isinstance(context.attn_metadata, dict):
-            return None
-        name = self.attending[0][1].attn.layer_name
-        rows: Tensor | None = context.attn_metadata[name].kvfold_rows
-        return rows
+        self.rows_left_out += len(hidden)
+        for rows, inside in passes:
+            with override_forward_context(inside):
+                kept = self._run_upper(decoder, positions[..., rows], hidden[rows], residual[rows])
+            output.index_copy_(0, rows, kept)
+            self.rows_run += len(rows)
+            self.rows_left_out -= len(rows)
+        return output
 
     def _run_upper(
         self, decoder: Any, positions: Tensor, hidden: Tensor, residual: Tensor | None
     ) -> Tensor:
         for layer in self.upper:
-            hidden, residual = layer(positions, hidden, residual)
+            hidden, residual = layer(positions=positions, hidden_states=hidden, residual=residual)
         output: Tensor = decoder.norm(hidden, residual)[0]
         return output
 
@@ -121,3 +133,27 @@ class Skipping:
             attn.kv_cache,
             context.slot_mapping[attn.layer_name],
         )
+
+
+class OnePass:
+    """Layers that only attend: all kept rows at once, by metadata that is trimmed as it is made."""
+
+    def __init__(self, loaded: Loaded, attending: Sequence[Any]) -> None:
+        self.names = [attention.layer_name for attention in attending]
+        for attention in attending:
+            attention.attn_backend = trimmed_backend(
+                attention.attn_backend, loaded.plan.replay, loaded.plan.anchors
+            )
+
+    def weights_loaded(self) -> None:
+        """Nothing is needed of them."""
+
+    def of(self, context: Any, hidden: Tensor) -> list[tuple[Tensor, Any]] | None:
+        """See `Passes`."""
+        if not isinstance(context.attn_metadata, dict):
+            return None
+        rows: Tensor | None = context.attn_metadata[self.names[0]].kvfold_rows
+        if rows is None:
+            return None
+        slots = {name: context.slot_mapping[name][rows] for name in self.names}
+        return [(rows, dataclasses.replace(context, slot_mapping=slots))]
