@@ -2,13 +2,14 @@
 
 SmolLM2-135M answers the first items of LAMBADA, GSM8K and IFEval through the suite, and through
 lm-eval's own model on the same files, one item in a pass: prompts, answers and scores are compared
-item by item. And all tasks are answered by the plain model and with add-ons that fold nothing: the
-preset `identity`, whose slots are exact, and `8x` with a window longer than any prompt.
+item by item. Answers to GSM8K and IFEval end after `--tokens` new tokens at the latest, in both.
+And all tasks are answered by the plain model and with add-ons that fold nothing: the preset
+`identity`, whose slots are exact, and `8x` with a window longer than any prompt.
 
     python benchmarks/harness_table.py --data DATA
 
-Leaves `harness.json` in `results/harness`, and the run that it is made of in `--work`, where a run
-that was broken off goes on.
+Leaves `harness.json` and `harness.md` in `results/harness`, and the run that they are made of in
+`--work`, where a run that was broken off goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from kvfold.evaluation.environment import environment
 from kvfold.evaluation.predictions import Predictions
 from kvfold.evaluation.report import read_json, write_json
 from kvfold.evaluation.suite import Suite, run_suite
-from kvfold.evaluation.tasks.ifeval import without_chance
+from kvfold.evaluation.tasks.gsm8k import gsm8k
+from kvfold.evaluation.tasks.ifeval import ifeval, without_chance
 from kvfold.evaluation.tasks.registry import make_task
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.models import load
@@ -48,7 +50,9 @@ CLOSE = 1e-3
 """Nats between log-probabilities of one target that rounding explains."""
 
 
-def by_the_harness(name: str, data: Path, model: Any, tokenizer: Any, limit: int) -> list[Any]:
+def by_the_harness(
+    name: str, data: Path, model: Any, tokenizer: Any, limit: int, tokens: int
+) -> list[Any]:
     """lm-eval's own samples, by its own model and its own reader of the files."""
     import lm_eval.tasks
     from lm_eval.evaluator import evaluate
@@ -66,7 +70,10 @@ def by_the_harness(name: str, data: Path, model: Any, tokenizer: Any, limit: int
     tasks = TaskManager(include_path=str(folder), include_defaults=False).load(
         {"group": "compared", "task": [changes]}
     )
-    tasks["tasks"][task].set_fewshot_seed(SHOTS_SEED)
+    own = tasks["tasks"][task]
+    own.set_fewshot_seed(SHOTS_SEED)
+    if own.OUTPUT_TYPE == "generate_until":
+        own.set_config("generation_kwargs", {"max_gen_toks": tokens}, update=True)
     with without_chance():
         found = evaluate(
             HFLM(model, tokenizer=tokenizer, batch_size=1), tasks, limit=limit, bootstrap_iters=0
@@ -125,6 +132,43 @@ def folding_nothing(task: str, answers: Mapping[str, Sequence[Any]]) -> dict[str
     return found
 
 
+def made(name: str, settings: TaskSettings, tokens: int) -> Any:
+    """A task of the suite, whose answers have so many new tokens at most."""
+    cut = {"gsm8k": gsm8k, "ifeval": ifeval}.get(name)
+    return make_task(name, settings) if cut is None else cut(settings, max_gen_toks=tokens)
+
+
+def markdown(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Both tables."""
+    text = [
+        "# The suite beside lm-eval's own model, and folding that folds nothing",
+        "",
+        "SmolLM2-135M in float32, one item in a pass; [harness.json](harness.json), made by",
+        "`python benchmarks/harness_table.py --data DATA`.",
+        "",
+        "## The plain model: suite and lm-eval's `hf`, item by item",
+        "",
+        "| task | compared (each filter) | same prompt | same answer | same scores |",
+        "|---|--:|--:|--:|--:|",
+        *(
+            f"| {row['task']} | {row['compared']} | {row['prompts']} | {row['answers']} | "
+            f"{row['scores']} |"
+            for row in lines["harness"]
+        ),
+        "",
+        "## Folding nothing: items whose judgements are those of the plain model",
+        "",
+        "In brackets how far the items' other numbers (losses, cosines) are apart at most.",
+        "",
+    ]
+    names = [n for n in (lines["folding_nothing"] or [{}])[0] if n not in ("task", "items")]
+    text += [f"| task | items | {' | '.join(names)} |", f"|---|{'--:|' * (1 + len(names))}"]
+    for row in lines["folding_nothing"]:
+        cells = (f"{row[name]['same']} ({row[name]['numbers_apart']:.1e})" for name in names)
+        text.append(f"| {row['task']} | {row['items']} | {' | '.join(cells)} |")
+    return "\n".join(text) + "\n"
+
+
 def answers_of(folder: Path, task: Any, subjects: Sequence[str]) -> dict[str, list[Any]]:
     """What stands in the run folder, by subject."""
     ids = [item["id"] for item in task.items()]
@@ -135,10 +179,11 @@ def main() -> None:
     """Answer, compare and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--lambada", type=int, default=200)
-    parser.add_argument("--gsm8k", type=int, default=12)
-    parser.add_argument("--ifeval", type=int, default=5)
-    parser.add_argument("--own", type=int, default=3, help="items of each of kvfold's own tasks")
+    parser.add_argument("--lambada", type=int, default=100)
+    parser.add_argument("--gsm8k", type=int, default=6)
+    parser.add_argument("--ifeval", type=int, default=4)
+    parser.add_argument("--own", type=int, default=2, help="items of each of kvfold's own tasks")
+    parser.add_argument("--tokens", type=int, default=256, help="most new tokens of an answer")
     parser.add_argument("--work", type=Path, default=Path("results/harness/run"))
     parser.add_argument("--out", type=Path, default=Path("results/harness"))
     chosen = parser.parse_args()
@@ -154,18 +199,19 @@ def main() -> None:
     for name in (*FILES, *OURS):
         limit = getattr(chosen, name) if name in FILES else chosen.own
         settings = TaskSettings(chosen.data, limit=limit, batch=1, tokenizer=tokenizer)
-        task = make_task(name, settings)
+        task = made(name, settings, chosen.tokens)
         folder = chosen.work / name
         run_suite(Suite(model, tokenizer, addons, [task]), folder)
         answers = answers_of(folder, task, read_json(folder / "metrics.json")["subjects"])
         if name in FILES:
-            samples = by_the_harness(name, chosen.data, model, tokenizer, limit)
+            samples = by_the_harness(name, chosen.data, model, tokenizer, limit, chosen.tokens)
             (plain, *_) = answers.values()
             lines["harness"].append({"task": name, **compared(task.items(), plain, samples)})
             print(lines["harness"][-1], flush=True)
         lines["folding_nothing"].append(folding_nothing(name, answers))
         print(lines["folding_nothing"][-1], flush=True)
         write_json(chosen.out / "harness.json", {**environment(), **lines})
+        (chosen.out / "harness.md").write_text(markdown(lines))
 
 
 if __name__ == "__main__":

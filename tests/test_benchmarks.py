@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvfold.anatomy import anatomy
+from kvfold.evaluation.peers.spec import check_likes, parse_peers
+from kvfold.evaluation.tasks.registry import task_names
+from kvfold.presets import PRESETS
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -228,3 +231,14 @@ def test_an_add_on_that_does_not_come_along_is_taken_from_a_folder(distil_table,
     assert not distil_table.is_at_hand("smollm2-ced-w128", None)
     assert distil_table.is_at_hand("smollm2-ced", None)
     assert distil_table.is_at_hand(distil_table.EIGHT, None)
+
+
+def test_the_full_report_asks_what_there_is():
+    report = _loaded("full_report")
+    tasks = {*report.TASKS, *report.TINY_TASKS}
+    assert tasks <= set(task_names())
+    assert set(report.LIMITS) == set(report.TASKS)
+    assert {*report.SLOW, *report.SHORT.split(",")} <= set(report.TASKS)
+    assert {*report.SMOLLM2, *report.TINY_HYBRID} <= set(PRESETS)
+    check_likes(parse_peers(report.PEERS), report.SMOLLM2)
+    del sys.modules["full_report"]

@@ -15,6 +15,7 @@ import kvfold
 PACKAGE = Path(kvfold.__file__).parent
 LEVELS = (
     ("errors",),
+    ("folder_lock",),
     ("anatomy",),
     ("plan_entries",),
     ("plan_checks",),

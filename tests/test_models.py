@@ -62,6 +62,22 @@ def test_the_embedded_configuration_needs_no_conversion(smollm2, tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["default", "smollm2-135m", "SmolLM2-135M"])
+def test_the_embedded_model_is_named_default_too(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(models, "_default_folder", lambda: tmp_path)
+    assert models.model_folder(name) == str(tmp_path)
+    assert models.hub_id_of(name) is None
+    assert models.model_folder(Path("default")) == "default"  # a path is never a name of kvfold's
+
+
+def test_names_of_kvfold_are_told_where_one_leads_nowhere():
+    for name in ("./nowhere", "smollm2"):
+        with pytest.raises(ModelNotFoundError) as caught:
+            load_config(name)
+        for own in ("'smollm2-135m'", "'default'", "'tiny-hybrid'"):
+            assert own in str(caught.value)
+
+
 def test_a_folder_is_loaded_in_the_dtype_asked_for(saved_model, tiny_model):
     model, tokenizer = load(saved_model, dtype=torch.float64, device="cpu")
     assert model.dtype == torch.float64

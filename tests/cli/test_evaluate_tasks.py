@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvfold.cli.evaluate_tasks import TASKS
+from kvfold.cli.suite_options import TASKS
 from kvfold.evaluation import configuration
 from kvfold.evaluation.tasks import registry
 from kvfold.evaluation.tasks.registry import MAKERS
@@ -166,6 +166,9 @@ def test_evaluate_itself_can_fail_a_build_and_needs_no_addon(evaluate, tmp_path)
         (("--out", "{}", "--limit", "even=few"), "even", "from 1 on"),
         (("--out", "{}", "--limit", "3,4"), "even", "one number a task"),
         (("--out", "{}", "--limit", "needle=4"), "even", "one of needle"),
+        (("--out", "{}", "--answer-tokens", "9"), "even", "TASK=N"),
+        (("--out", "{}", "--answer-tokens", "even=9"), "even", "gsm8k, ifeval"),
+        (("--out", "{}", "--peers-skip", "even"), "even", "--peers-skip"),
     ],
 )
 def test_bad_options_are_explained(evaluate, tmp_path, options, tasks, words):

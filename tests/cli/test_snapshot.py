@@ -100,6 +100,38 @@ def test_what_the_list_shows_is_what_rm_takes(make, kvfold, tmp_path):
     assert "1 snapshot," in kvfold("snapshot", "list", store).stdout
 
 
+def test_every_command_takes_the_store_as_make_does(kvfold, stored):
+    """By the same option; where the store stands as an argument, it means the same."""
+    listed = kvfold("snapshot", "list", "--store", stored, "--json").stdout
+    assert listed == kvfold("snapshot", "list", stored, "--json").stdout
+    name = json.loads(listed)[0]["name"]
+    shown = kvfold("snapshot", "show", "--store", stored, name, "--json").stdout
+    assert shown == kvfold("snapshot", "show", stored / f"{name}.kvfold", "--json").stdout
+    assert "2 whole, 0 damaged" in kvfold("snapshot", "verify", "--store", stored).stdout
+    done = kvfold("snapshot", "rm", name, "--store", stored)
+    assert "removed 1 of 2" in done.stdout, done.output
+    assert "removed 1 of 1" in kvfold("snapshot", "rm", "--store", stored, "--all").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["list"], "--store STORE"),
+        (["list", "one", "--store", "other"], "say once which store"),
+        (["verify"], "--store STORE"),
+        (["verify", "--store", "nowhere"], "there is no store nowhere"),
+        (["show", "--store", "nowhere", "3f"], "there is no store nowhere"),
+        (["rm"], "--store STORE"),
+        (["rm", "--store", "nowhere"], "say which to remove"),
+        (["list", "--store", "s3://bucket"], "only folders and files of this machine"),
+    ],
+)
+def test_a_store_must_be_named_once_and_be_there(kvfold, arguments, told):
+    done = kvfold("snapshot", *arguments)
+    assert done.exit_code == 2
+    assert told in " ".join(done.output.replace("│", " ").split())
+
+
 def test_pipes_and_folders_are_no_snapshots(kvfold, stored):
     pipe = stored / f"{next(stored.glob('*.kvfold')).stem[:-4]}0000.kvfold"
     os.mkfifo(pipe)

@@ -26,12 +26,19 @@ from kvfold.methods import (
 from kvfold.plan import Plan
 from kvfold.runtime.attach import Attachment, attach
 from kvfold.runtime.cache import FoldedCache
-from kvfold.runtime.codes import CodeStore
-from kvfold.runtime.slots import CodeSlots, SlotStore
+from kvfold.runtime.slots import SlotStore
+
+from ..storages import allocated
 
 Layers = tuple[int, ...]
 Axes = dict[str, Any]
 """A plan's entries by axis, and its lora."""
+
+
+@pytest.fixture(autouse=True)
+def rings_grow_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings of a few places grow like long ones: each contract must hold while they do."""
+    monkeypatch.setattr("kvfold.runtime.schedule.FIRST_PLACES", 4)
 
 
 def _depth(*entries: dict[str, Any]) -> Axes:
@@ -460,10 +467,10 @@ def state(cache: FoldedCache, row: int = 0) -> State:
     for index in sorted(cache.folded):
         layer = cache.folded_layer(index)
         fold, schedule = layer.fold, layer.schedule
-        made, fixed = schedule.made(seen), schedule.exact_size
+        made, fixed = schedule.made(seen), layer.exact_places
         slots = made if fold.expands_early else schedule.slots(seen)
         for tensor in (layer.keys, layer.values):
-            found.values.append(tensor[one, :, : min(seen, fixed)])
+            found.values.append(tensor[one, :, : min(seen, schedule.exact_size)])
             if fold.reading == "expanded" and "slot_keys" not in layer.stores:
                 found.values.append(tensor[one, :, fixed : fixed + slots])
         for held in layer.stores.values():
@@ -518,26 +525,6 @@ def assert_same_state(ours: State, theirs: State) -> int:
     return flipped
 
 
-def storages(cache: FoldedCache) -> int:
-    """Bytes of every distinct storage that a cache can reach."""
-    found: dict[int, int] = {}
-
-    def visit(held: Any) -> None:
-        if isinstance(held, Tensor):
-            storage = held.untyped_storage()
-            found[storage.data_ptr() or id(storage)] = storage.nbytes()
-        elif isinstance(held, (list, tuple)):
-            for value in held:
-                visit(value)
-        elif isinstance(held, dict):
-            visit([value for name, value in held.items() if name != "_sliding_window_tensor"])
-        elif isinstance(held, (CodeStore, CodeSlots, SlotStore)):
-            visit(vars(held))
-
-    visit([[vars(layer) for layer in cache.layers], cache.stores])
-    return sum(found.values())
-
-
 PAD = 5
 """Not the models' own, whose embedding is zero: an unmasked pad would not show."""
 
@@ -562,7 +549,7 @@ def helpers() -> Any:
         run=run,
         last=last,
         padded=padded,
-        storages=storages,
+        storages=allocated,
         assert_same=assert_same,
         assert_same_state=assert_same_state,
         state=state,

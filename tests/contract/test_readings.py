@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from kvfold.anatomy import attention_module, k_norm_weight
-from kvfold.runtime.ledger import plain_bytes, predict_bytes
+from kvfold.runtime.ledger import Ledger, plain_bytes, predict_bytes
 
 FLOAT64_AGREEMENT = 1e-9
 
@@ -95,6 +96,19 @@ def test_reported_bytes_are_allocated_bytes_and_as_predicted(
     for component, count in predicted.components.items():
         if component != "plain" or arch != "gemma3":
             assert counted[component] == count, component
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_bytes_of_the_plain_model_are_allocated_bytes_and_as_predicted(
+    case: Any, helpers: Any, arch: str, length: int
+) -> None:
+    """Up to its window, beyond which a sliding layer's keys are a view of longer ones."""
+    made = case(arch, "identity", dtype=torch.float32)
+    cache = DynamicCache(config=made.model.config)
+    helpers.run(made.model, helpers.tokens(length, rows=2), cache)
+    counted = Ledger.of_plain(cache)
+    assert counted.total == helpers.storages(cache)
+    assert counted == plain_bytes(made.anatomy, length, batch=2, element_size=4)
 
 
 def test_absorbed_hybrid_holds_what_the_design_predicts(helpers: Any) -> None:

@@ -172,7 +172,7 @@ def test_slots_that_codes_would_not_give_again_bit_by_bit_are_written(
         short = compacted(attachment, attachment.rows_of(cache)[0])
         assert not any("slots" in name for name in short.tensors if name.startswith("layers."))
         layer = cache.folded_layer(max(cache.folded))
-        layer.values[0, 0, layer.schedule.exact_size, 0] += 1e-12
+        layer.values[0, 0, layer.exact_places, 0] += 1e-12
         whole = attachment.rows_of(cache)[0]
         kept = {name for name in compacted(attachment, whole).tensors if ".slots." in name}
         name = f"layers.{layer.fold.index}.slots"

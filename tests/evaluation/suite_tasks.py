@@ -29,6 +29,7 @@ class NextTokenTask:
     """
 
     not_for_peers: str | None = None
+    parts: Sequence[tuple[str, ...]] = ()
 
     def __init__(self, name: str = "even", items: int = 12, chunk: int = 3, **more: Any) -> None:
         self.name, self.chunk, self.count, self.more = name, chunk, items, more
@@ -70,6 +71,8 @@ class StatedTask:
     """A task whose answers are given beforehand, by subject; no model is asked."""
 
     chunk = 4
+    not_for_peers: str | None = None
+    parts: Sequence[tuple[str, ...]] = ()
 
     def __init__(self, scores: Mapping[str, Sequence[Mapping[str, Any]]], name: str = "stated"):
         self.scores, self.name = scores, name

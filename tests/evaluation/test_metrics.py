@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,6 +37,29 @@ def test_an_accuracy_has_the_interval_of_wilson():
     assert plain.interval == pytest.approx(Share(3, 4).interval)
     assert plain.difference is None
     assert made["a"]["acc"].difference.value == pytest.approx(-0.25)
+
+
+def test_parts_of_a_task_have_intervals_of_their_own_answers():
+    task = StatedTask({PLAIN: right(1, 1, 1, 0), "a": right(1, 0, 1, 0)})
+    task.parts = (("kind",), ("kind", "length"))
+    given = task.all_answers()
+    said = [{"kind": kind, "length": length} for kind, length in ("x1", "x2", "y1", "y2")]
+    given = {
+        name: [replace(a, said=s) for a, s in zip(answers, said, strict=True)]
+        for name, answers in given.items()
+    }
+    made = task_figures(task, given, seed=0)
+    names = ["acc", *(f"acc/kind {k}" for k in ("x", "y", "x/length 1", "x/length 2"))]
+    assert list(made[PLAIN])[: len(names)] == names
+    part = made[PLAIN]["acc/kind x"]
+    assert (part.right, part.count, part.interval) == (2, 2, pytest.approx(Share(2, 2).interval))
+    difference = made["a"]["acc/kind x"].difference
+    assert (difference.value, difference.differing, difference.within_noise) == (-0.5, 1, True)
+
+
+def test_a_metric_that_was_never_judged_is_no_figure():
+    made = figures([{"acc": True, "old": []}], [{"acc": False, "old": []}])
+    assert set(made[PLAIN]) == {"acc"}
 
 
 def test_equal_answers_are_called_the_same_and_within_noise():
@@ -139,7 +163,6 @@ def test_intervals_follow_from_seed_and_answers_alone():
     [
         ([{"x": math.inf}], r"x of item '0', stated of no compression, is inf"),
         ([{"x": True}, {"x": 0.5}], "one kind"),
-        ([{"x": []}], "empty lists"),
     ],
 )
 def test_scores_that_make_no_figure_are_refused(scores, words):

@@ -210,6 +210,30 @@ def test_damaged_answers_are_named_by_line(suite, tmp_path):
         run_suite(suite(NextTokenTask()), tmp_path)
 
 
+def test_answers_of_other_code_stay_and_are_told(suite, tmp_path, monkeypatch):
+    run_suite(suite(NextTokenTask()), tmp_path / "old")
+    first = json.loads((tmp_path / "old/predictions/plain/even.config.json").read_text())["code"]
+    assert len(first) == 1 and len(first[0]["sources"]) == 64
+    (tmp_path / "old/predictions/folds/even.jsonl").unlink()
+    other = {"commit": "beef", "sources": "0" * 64}
+    monkeypatch.setattr("kvfold.evaluation.answering.code_state", lambda: other)
+    told, task = Told(), NextTokenTask()
+    run_suite(suite(task), tmp_path / "new", reuse=tmp_path, watcher=told)
+    assert {subject for subject, _ in task.asked} == {"folds"}
+    code = {
+        name: json.loads((tmp_path / "new/predictions" / name / "even.config.json").read_text())
+        for name in ("plain", "folds")
+    }
+    assert [data["code"] for data in code.values()] == [first, [other]]
+    (line,) = [line for line in told.lines if line.startswith(f"even of {PLAIN}")]
+    assert line.endswith(f"; other code made them (commit {first[0]['commit']})")
+
+
+def test_peers_skip_tasks_that_are_asked_only(suite):
+    with pytest.raises(EvaluationError, match="skip tasks that are asked, even; got other"):
+        suite(NextTokenTask(), peers_skip=["other"])
+
+
 def test_answers_without_a_description_are_moved_and_made_anew(suite, tmp_path):
     run_suite(suite(NextTokenTask()), tmp_path)
     (tmp_path / "predictions/plain/even.config.json").unlink()

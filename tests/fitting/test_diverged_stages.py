@@ -14,25 +14,13 @@ from kvfold.fitting.refine import RefineSettings, refine
 from kvfold.fitting.stages import recipe_text
 from kvfold.store.addon import AddOn
 
-from .tiny_recipes import Letters, Stop, made_recipe, run, same_weights, stopping, write_sums
+from .tiny_recipes import Letters, Stop, made_recipe, run, same_weights, stopping
 
 CLOSED = {"stage": "closed-form", "tokens": 1920}
 GATES = {"stage": "gates", "steps": 6, "queries": 16}
 REFINE = {"stage": "refine", "steps": 6, "look_every": 2, "queries": 16}
 DISTIL = {"stage": "distil", "steps": 6, "rows": 1, "look_every": 2}
 LATER = {"stage": "gates", "steps": 2, "queries": 16}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return tiny_model("llama", vocab_size=160)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    write_sums(folder)
-    return folder
 
 
 def far_from(step):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-import pytest
 import torch
 
 from kvfold.anatomy import anatomy
@@ -39,11 +38,6 @@ def random_state_kept(seed):
     before = torch.get_rng_state()
     yield
     assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.fixture
-def model(tiny_model):
-    return tiny_model("llama", vocab_size=160)
 
 
 def test_looking_at_a_recipe_draws_nothing(model, tmp_path):

@@ -19,7 +19,6 @@ from .tiny_recipes import (
     same_weights,
     stopping,
     untimed,
-    write_sums,
 )
 
 CLOSED = {"stage": "closed-form", "tokens": 3840}
@@ -27,18 +26,6 @@ GATES = {"stage": "gates", "steps": 4, "queries": 16}
 DISTIL = {"stage": "distil", "steps": 4, "rows": 1, "look_every": 2, "learning_rate": 1e-3}
 BEFORE = [CLOSED, GATES, DISTIL]
 CHANGED = [CLOSED, GATES, {**DISTIL, "learning_rate": 2e-3}]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return tiny_model("llama", vocab_size=160)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    write_sums(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -28,20 +28,7 @@ from .tiny_recipes import (
     same_weights,
     stopping,
     untimed,
-    write_sums,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return tiny_model("llama", vocab_size=160)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    write_sums(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,7 @@ from kvfold.fitting.packing import load_documents
 from kvfold.fitting.self_text import self_generated
 from kvfold.fitting.training_text import TextPart, build_mixture
 
-
-class Letters:
-    """A tokenizer of one token a character; end of text is token 2, begin of text token 1."""
-
-    eos_token_id, bos_token_id = 2, 1
-
-    def __call__(self, text, *, verbose, add_special_tokens=True):
-        return {"input_ids": [3 + ord(c) for c in text]}
+from .tiny_recipes import Letters
 
 
 def text(ids):
@@ -38,11 +31,6 @@ def records(path, name, count=100, length=8):
 @pytest.fixture
 def sources(tmp_path):
     return [records(tmp_path / f"{name}.jsonl", name * 2) for name in "abc"]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return tiny_model("llama", vocab_size=160)
 
 
 def built(parts, model=None, **options):

@@ -93,6 +93,18 @@ def test_values_that_are_not_finite_are_named_by_layer_and_token(
             _feed(model, cache, 1)
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_slots_that_are_too_large_for_their_scale_are_told(tiny_model: Any, count: int) -> None:
+    model = tiny_model("llama")
+    with _attached(model, **BITS) as attachment:
+        cache = attachment.new_cache()
+        _feed(model, cache, 30)
+        with torch.no_grad():
+            model.model.layers[2].self_attn.v_proj.weight.mul_(1e8)
+        with pytest.raises(CacheError, match=r"at most 65,504; that of layers \[2\].* token 30"):
+            _feed(model, cache, count)
+
+
 def test_keys_too_large_for_half_precision_are_stored_finite(tiny_model: Any) -> None:
     model = tiny_model("llama", dtype=torch.float16)
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,7 +70,7 @@ def test_a_step_puts_each_token_where_the_layout_says(
         if write is not None:
             write.apply(held, tokens[:, None, :, None])
     assert torch.equal(held, expected)
-    told = step.stored_positions(written=True).expand(len(rows), size)
+    told = step.stored_positions(size, written=True).expand(len(rows), size)
     assert torch.equal(told, expected[:, 0, :, 0])
 
 
@@ -79,6 +80,28 @@ def _place(buffer: torch.Tensor, row: int, position: int, schedule: Schedule) ->
         buffer[row, 0, position] = position
     elif ring:
         buffer[row, 0, a + (position - a) % ring] = position
+
+
+@given(schedules, st.integers(0, 80))
+def test_the_places_in_use_are_allocated(schedule: Schedule, seen: int) -> None:
+    """Fewer than all only until the ring is full, and never twice as many as are used."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("kvfold.runtime.schedule.FIRST_PLACES", 1)
+        exact, waiting = schedule.exact_places(seen), schedule.pending_places(seen)
+    used = min(seen, schedule.exact_size)
+    assert used <= exact <= min(schedule.exact_size, 2 * used)
+    made = min(schedule.made(seen), schedule.pending_size)
+    assert made <= waiting <= min(schedule.pending_size, 2 * made)
+
+
+def test_the_usual_window_has_its_whole_ring_at_once_and_a_long_one_doubles() -> None:
+    """No copy is ever made where a ring is short."""
+    for group in (1, 4, 8):
+        usual = Schedule(anchors=4, window=128, group=group)
+        assert {usual.exact_places(seen) for seen in range(1, 600)} == {usual.exact_size}
+    long = Schedule(anchors=4, window=65_536)
+    rooms = {long.exact_places(seen) for seen in range(1, 70_000)}
+    assert rooms == {256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 65_540}
 
 
 def compressed(true_len: int, window_size: int = 128, ratio: int = 4) -> tuple[int, int, int]:

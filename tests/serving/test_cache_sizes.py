@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from kvfold.anatomy import anatomy
 from kvfold.runtime.ledger import plain_bytes
@@ -14,29 +13,10 @@ from kvfold.serving import choice as choices
 from kvfold.serving.engine import Engine
 from kvfold.serving.request import Ended, Held, Piece, Request, Sampling
 
+from ..storages import allocated
+
 KINDS = ["plain", "ced", "latent", "hybrid", "hybrid-ced"]
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
-
-
-def allocated(cache: Any) -> int:
-    """Bytes of every distinct storage that the layers and code stores of a cache can reach."""
-    found: dict[int, int] = {}
-
-    def visit(held: Any) -> None:
-        if isinstance(held, Tensor):
-            storage = held.untyped_storage()
-            found[storage.data_ptr() or id(storage)] = storage.nbytes()
-        elif isinstance(held, (list, tuple)):
-            for value in held:
-                visit(value)
-        elif isinstance(held, dict):
-            # A sliding layer's window as a tensor is a constant of the layer, not of its rows.
-            visit([value for name, value in held.items() if name != "_sliding_window_tensor"])
-        elif type(held).__module__.startswith("kvfold.runtime.") and hasattr(held, "map"):
-            visit(vars(held))  # stores of slots and codes, which move their tensors with `map`
-
-    visit([[vars(layer) for layer in cache.layers], getattr(cache, "stores", {})])
-    return sum(found.values())
 
 
 class Witness:

@@ -8,23 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvfold.cli.evaluate_tasks import (
-    LENGTHS,
-    FailUnderOption,
-    FractionOption,
-    LimitOption,
-    OutOption,
-    PeersEnvOption,
-    PeersOption,
-    ReuseOption,
-    SomeAddOnsOption,
-    SpeedLengthsOption,
-    SuiteOptions,
-    TasksOption,
-    check_options,
-    evaluate_tasks,
-    given,
-)
+from kvfold.cli.evaluate_tasks import evaluate_tasks
 from kvfold.cli.options import (
     AnchorsOption,
     DeviceOption,
@@ -40,6 +24,25 @@ from kvfold.cli.options import (
     parse_lengths,
     say_plans,
     text_windows,
+)
+from kvfold.cli.suite_options import (
+    LENGTHS,
+    AnswerTokensOption,
+    FailUnderOption,
+    FractionOption,
+    JobsOption,
+    LimitOption,
+    OutOption,
+    PeersEnvOption,
+    PeersOption,
+    PeersSkipOption,
+    ReuseOption,
+    SomeAddOnsOption,
+    SpeedLengthsOption,
+    SuiteOptions,
+    TasksOption,
+    check_options,
+    given,
 )
 
 if TYPE_CHECKING:
@@ -100,9 +103,12 @@ def evaluate_command(
     out: OutOption = None,
     fraction: FractionOption = 1.0,
     limit: LimitOption = None,
+    answer_tokens: AnswerTokensOption = None,
     reuse: ReuseOption = None,
     peers: PeersOption = None,
     peers_env: PeersEnvOption = None,
+    peers_skip: PeersSkipOption = None,
+    jobs: JobsOption = 1,
     fail_under: FailUnderOption = None,
     speed_lengths: SpeedLengthsOption = "256,1k",
     windows: Annotated[int, typer.Option(min=1, help="Windows of text.")] = 8,
@@ -188,6 +194,9 @@ def evaluate_command(
                 device=device,
                 peers=peers,
                 peers_env=peers_env,
+                peers_skip=peers_skip,
+                answer_tokens=answer_tokens,
+                jobs=jobs,
             )
         )
         return

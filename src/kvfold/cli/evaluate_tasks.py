@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvfold.cli.options import WIDTH, console, load_addons, load_model, parse_lengths, say_plans
+from kvfold.cli.suite_options import LENGTHS, SuiteOptions, names_in, parse_limits, parse_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,188 +19,46 @@ if TYPE_CHECKING:
     from kvfold.evaluation.gate import Rule
     from kvfold.evaluation.page.runs import Run
     from kvfold.evaluation.peers.environment import PeerEnvironment
+    from kvfold.evaluation.suite import Suite
 
-LENGTHS = "1k,4k,16k"
-TASKS = "perplexity, lambada, gsm8k, ifeval, needle, ruler, ruler-file, recall, turns, fidelity"
-"""As the registry has them, which help does without: it brings torch."""
 NOT_KEPT = 1
 """Exit status where a rule of --fail-under is not kept; errors end with 2."""
-
-ONLY_WITH_TASKS = (
-    *("out", "fraction", "limit", "reuse", "fail_under", "speed_lengths", "peers", "peers_env"),
-)
-ONLY_WITHOUT = ("windows", "window", "continuation", "history", "speed_history", "plot")
-
-SomeAddOnsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--addon",
-        metavar="DIR",
-        help="Add-on folder, one that comes with kvfold, or hub id; may be repeated. With --tasks "
-        "none is needed.",
-    ),
-]
-TasksOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME,NAME", help=f"Tasks to answer, of {TASKS}."),
-]
-OutOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Run folder, new or to go on in (--tasks).")
-]
-FractionOption = Annotated[
-    float,
-    typer.Option(
-        min=0.0, max=1.0, help="Share of each task's items, of those within --limit (--tasks)."
-    ),
-]
-LimitOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,TASK=N",
-        help="Items of each task at most, and of single tasks: 200,gsm8k=20 (--tasks).",
-    ),
-]
-ReuseOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder of run folders: what was answered there with the same settings is copied "
-        "(--tasks).",
-    ),
-]
-FailUnderOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Rules such as `lambada.acc: {max_drop: 0.02}`; status 1 if one is not kept.",
-    ),
-]
-PeersOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,NAME",
-        help="Other projects' methods to ask as well (--tasks): snapkv, expected-attention, kvzip "
-        "and streaming-llm as @4x (4 times smaller) or =ADDON (the bytes of that add-on); "
-        "quantized-4bit, quantized-2bit; plain, plain-bf16, plain-fp32.",
-    ),
-]
-PeersEnvOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Python environment of the peers, made there once; by default in kvfold's cache.",
-    ),
-]
-SpeedLengthsOption = Annotated[
-    str,
-    typer.Option(metavar="N,N", help="Tokens of the prompts that are timed (--tasks)."),
-]
-
-
-@dataclass(frozen=True)
-class SuiteOptions:
-    """The command line. lengths: None for each task's own. speed_lengths: None for no times.
-
-    changes: of the add-ons' plans; None stands for their own.
-    """
-
-    model: str
-    addons: tuple[str, ...]
-    tasks: str
-    data: str | None
-    out: Path | None
-    fraction: float
-    limit: str | None
-    lengths: str | None
-    speed_lengths: str | None
-    seed: int
-    batch: int
-    reuse: Path | None
-    fail_under: Path | None
-    json_file: Path | None
-    changes: Mapping[str, Any]
-    dtype: str | None
-    device: str | None
-    peers: str | None = None
-    peers_env: Path | None = None
-
-    def config(self) -> dict[str, Any]:
-        """What `run.json` says of the command line."""
-        changes = {key: value for key, value in self.changes.items() if value is not None}
-        return {
-            "model": self.model,
-            "addons": list(self.addons),
-            "tasks": _names(self.tasks),
-            "data": self.data,
-            "fraction": self.fraction,
-            "limit": self.limit,
-            "lengths": self.lengths,
-            "batch": self.batch,
-            "plan_changes": changes,
-            **({} if self.peers is None else {"peers": _names(self.peers)}),
-        }
-
-
-def check_options(context: typer.Context, *, suite: bool) -> None:
-    """Raise `typer.BadParameter` for options of the other way of measuring."""
-    wrong = [name for name in (ONLY_WITHOUT if suite else ONLY_WITH_TASKS) if given(context, name)]
-    if wrong:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-        raise typer.BadParameter(
-            f"{names} can't be given with --tasks; leave it out, or measure on a text without "
-            "--tasks"
-            if suite
-            else f"{names} belongs to --tasks; name some tasks, or leave it out"
-        )
-
-
-def given(context: typer.Context, name: str) -> bool:
-    """Whether an option stood on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def evaluate_tasks(options: SuiteOptions) -> None:
     """Answer, measure what it costs, show, and hold against the rules."""
-    from kvfold.evaluation.candidates import with_plan
     from kvfold.evaluation.cost import CostSettings, write_cost
     from kvfold.evaluation.page.runs import read_run
     from kvfold.evaluation.page.table import cost_tables, figures_table
-    from kvfold.evaluation.peers.peer import Peer, make_peers
-    from kvfold.evaluation.peers.spec import check_likes, parse_peers
-    from kvfold.evaluation.suite import Suite, run_suite
-    from kvfold.evaluation.tasks.registry import check_known, make_tasks
+    from kvfold.evaluation.side_by_side import Helpers
+    from kvfold.evaluation.suite import run_suite
+    from kvfold.evaluation.tasks.registry import check_known
 
     if options.out is None:
         raise typer.BadParameter("--tasks needs a run folder: name one with --out")
     if options.fraction == 0:
         raise typer.BadParameter("--fraction must be above 0, or there is nothing to answer")
-    check_known(_names(options.tasks))
+    check_known(names_in(options.tasks))
     rules = _rules(options.fail_under)
-    limit, limits = parse_limits(options.limit)
+    parse_limits(options.limit)
+    parse_tokens(options.answer_tokens)
     costs = CostSettings(
         lengths=parse_lengths(options.lengths or LENGTHS),
         speed_lengths=() if options.speed_lengths is None else parse_lengths(options.speed_lengths),
     )
-    if options.peers_env is not None and options.peers is None:
-        raise typer.BadParameter("--peers-env is where --peers run; name some peers, or leave it")
-    specs = () if options.peers is None else parse_peers(options.peers)
     screen = console()
-    environment = _environment(screen, options.peers_env) if specs else None
-    model, tokenizer = load_model(options.model, options.dtype, options.device)
-    candidates = {
-        name: with_plan(found, **options.changes)
-        for name, found in load_addons(options.addons, model).items()
-    }
-    peers: dict[str, Peer] = {}
-    if environment is not None:
-        check_likes(specs, list(candidates))
-        peers = make_peers(specs, environment, options.model, model, candidates)
-    tasks = make_tasks(_names(options.tasks), _settings(options, limit, tokenizer), limits)
+    environment = _environment(screen, options)
+    make = partial(make_suite, options, environment)
+    suite = make()
+    model, candidates, peers = suite.model, suite.candidates, suite.peers
     say_plans(screen, model, candidates)
-    suite = Suite(model, tokenizer, candidates, tasks, options.seed, options.config(), peers)
     with _bar(screen) as watcher:
-        run_suite(suite, options.out, reuse=options.reuse, watcher=watcher)
+        run_suite(
+            *(suite, options.out),
+            reuse=options.reuse,
+            watcher=watcher,
+            helpers=Helpers(options.jobs, make),
+        )
         write_cost(
             *(options.out, model, candidates, costs),
             seed=options.seed,
@@ -216,6 +74,40 @@ def evaluate_tasks(options: SuiteOptions) -> None:
     _write(screen, run, options.json_file)
     screen.print(f"Run: {options.out}", highlight=False, markup=False)
     hold_against(screen, rules, [run])
+
+
+def make_suite(options: SuiteOptions, environment: PeerEnvironment | None) -> Suite:
+    """The suite that a command line asks for; every process that answers makes it for itself.
+
+    environment: of the peers, None for none.
+    """
+    from kvfold.evaluation.candidates import with_plan
+    from kvfold.evaluation.peers.peer import Peer, make_peers
+    from kvfold.evaluation.peers.spec import check_likes, parse_peers
+    from kvfold.evaluation.suite import Suite
+    from kvfold.evaluation.tasks.registry import make_tasks
+
+    model, tokenizer = load_model(options.model, options.dtype, options.device)
+    candidates = {
+        name: with_plan(found, **options.changes)
+        for name, found in load_addons(options.addons, model).items()
+    }
+    peers: dict[str, Peer] = {}
+    if environment is not None:
+        specs = parse_peers(options.peers or "")
+        check_likes(specs, list(candidates))
+        peers = make_peers(specs, environment, options.model, model, candidates)
+    limit, limits = parse_limits(options.limit)
+    tasks = make_tasks(
+        names_in(options.tasks),
+        _settings(options, limit, tokenizer),
+        limits,
+        parse_tokens(options.answer_tokens),
+    )
+    return Suite(
+        *(model, tokenizer, candidates, tasks, options.seed, options.config(), peers),
+        peers_skip=names_in(options.peers_skip or ""),
+    )
 
 
 def hold_against(screen: Console, rules: Sequence[Rule], runs: Sequence[Run]) -> None:
@@ -236,19 +128,22 @@ def hold_against(screen: Console, rules: Sequence[Rule], runs: Sequence[Run]) ->
 
 
 class _BarWatcher:
-    """Shows a run as one bar a subject and task, and prints what is said above it."""
+    """Shows a run as a bar for each subject that is being asked, and prints what is said above."""
 
     def __init__(self, screen: Console, bar: Any, shown: Any) -> None:
         self.screen, self.bar, self.shown = screen, bar, shown
+        self.rows: dict[str, Any] = {}
 
     def progress(self, subject: str, task: str, done: int, total: int) -> None:
         """So many of a pair's items are answered."""
+        if subject not in self.rows:
+            self.rows[subject] = self.bar.add_task(subject, rate="")
         self.bar.update(
-            self.shown,
+            self.rows[subject],
             description=f"{_unmarked(subject)}: {_unmarked(task)}",
             completed=done,
             total=total,
-            visible=True,
+            visible=done < total,
         )
 
     def say(self, line: str) -> None:
@@ -268,12 +163,21 @@ def _bar(screen: Console) -> Iterator[_BarWatcher]:
         yield _BarWatcher(screen, bar, shown)
 
 
-def _environment(screen: Console, folder: Path | None) -> PeerEnvironment:
-    """The peers' environment; what pip says is shown while it works."""
+def _environment(screen: Console, options: SuiteOptions) -> PeerEnvironment | None:
+    """The peers' environment, None without peers; what pip says is shown while it works."""
     from kvfold.evaluation.peers.environment import peer_environment
+    from kvfold.evaluation.peers.spec import parse_peers
 
+    if options.peers is None:
+        for name, value in (("env", options.peers_env), ("skip", options.peers_skip)):
+            if value is not None:
+                raise typer.BadParameter(f"--peers-{name} is for --peers; name some, or leave it")
+        return None
+    parse_peers(options.peers)
     with screen.status("Looking into the peers' environment") as status:
-        found = peer_environment(folder, lambda line: status.update(_unmarked(line[:WIDTH])))
+        found = peer_environment(
+            options.peers_env, lambda line: status.update(_unmarked(line[:WIDTH]))
+        )
     told = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     screen.print(f"Peers run with {told}", style="dim", highlight=False, markup=False)
     return found
@@ -285,33 +189,10 @@ def _unmarked(text: str) -> str:
     return escape(text)
 
 
-def _names(tasks: str) -> list[str]:
-    return [name.strip() for name in tasks.split(",") if name.strip()]
-
-
 def _rules(path: Path | None) -> tuple[Rule, ...]:
     from kvfold.evaluation.gate import read_rules
 
     return () if path is None else read_rules(path)
-
-
-def parse_limits(text: str | None) -> tuple[int | None, dict[str, int]]:
-    """The limit of all tasks and those of single ones; `typer.BadParameter` for other texts."""
-    of_all, of_one = None, {}
-    for part in filter(None, (part.strip() for part in (text or "").split(","))):
-        name, _, number = (piece.strip() for piece in part.rpartition("="))
-        if not re.fullmatch("[0-9]+", number) or not int(number) or ("=" in part and not name):
-            raise typer.BadParameter(
-                f"--limit is a number of items from 1 on, TASK=NUMBER, or several of these with "
-                f"commas between, such as 200,gsm8k=20; got {part!r}"
-            )
-        if name in of_one or (not name and of_all is not None):
-            raise typer.BadParameter(f"--limit takes one number a task; got another one: {part!r}")
-        if name:
-            of_one[name] = int(number)
-        else:
-            of_all = int(number)
-    return of_all, of_one
 
 
 def _settings(options: SuiteOptions, limit: int | None, tokenizer: Any) -> Any:

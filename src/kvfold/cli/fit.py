@@ -108,8 +108,8 @@ def fit_command(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="smollm2-135m (embedded), tiny-hybrid (trained on a made-up language), a folder "
-            "or a hub id. With a recipe, instead of its own.",
+            help="smollm2-135m or default (embedded), tiny-hybrid (trained on a made-up language), "
+            "a folder or a hub id. With a recipe, instead of its own.",
         ),
     ] = None,
     recipe: Annotated[

@@ -19,6 +19,7 @@ from kvfold.cli.options import (
     BytesPerTokenOption,
     DeviceOption,
     DtypeOption,
+    JsonOption,
     ModelArgument,
     PlanOption,
     TimesSmallerOption,
@@ -56,7 +57,7 @@ def register(app: typer.Typer) -> None:
 
 def inspect_model(
     model: ModelArgument = "smollm2-135m",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: JsonOption = False,
     plan: PlanOption = None,
     times_smaller: TimesSmallerOption = None,
     bytes_per_token: BytesPerTokenOption = None,

@@ -27,8 +27,8 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="smollm2-135m (embedded), tiny-hybrid (trained on a made-up language), a folder or a "
-        "hub id.",
+        help="smollm2-135m or default (embedded), tiny-hybrid (trained on a made-up language), a "
+        "folder or a hub id.",
     ),
 ]
 AddOnOption = Annotated[
@@ -88,6 +88,7 @@ BytesPerTokenOption = Annotated[
         metavar="N", help="The best plan whose history takes at most N bytes a token (16-bit)."
     ),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def console(*, quiet: bool = False) -> Console:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kvfold.cli.evaluate_tasks import FailUnderOption, hold_against
+from kvfold.cli.evaluate_tasks import hold_against
 from kvfold.cli.options import console
+from kvfold.cli.suite_options import FailUnderOption
 
 HELP = (
     "Make one HTML page of runs of `kvfold evaluate --tasks`; it loads nothing from anywhere.\n\n"

@@ -57,7 +57,7 @@ def serve_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help=f"{DEMO_MODEL} (embedded, the default), tiny-hybrid, a folder or a hub id.",
         ),
     ] = None,

@@ -10,25 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvfold.cli.generate import encode_prompt, read_prompt
-from kvfold.cli.options import (
-    AnchorsOption,
-    DeviceOption,
-    DtypeOption,
-    KeepWindowOption,
-    ModelArgument,
-    ResidentOption,
-    console,
-    load_addons,
-    load_model,
-    only_one,
-)
+from kvfold.cli.options import JsonOption, console
+from kvfold.cli.snapshot_make import MAKE, make_command
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvfold.runtime.attach import Attachment
-    from kvfold.store.prefix_store import PrefixStore
     from kvfold.store.snapshot import Description
 
 HELP = (
@@ -40,31 +27,25 @@ HELP = (
     "known prefix.\n\n"
     "Try: kvfold snapshot make smollm2-135m --addon my-addon --prompt-file long.txt --store cache"
 )
-MAKE = (
-    "Run a prompt and keep the folded cache.\n\n"
-    "With --store the snapshot goes into a store under a name made of its tokens; a prompt that "
-    "begins like a stored one goes on from there, unless its plan's prefill is exact or skips "
-    "layers. With --out it is one file. The prompt goes "
-    "through the tokenizer's chat template if it has one (--raw leaves it as it is).\n\n"
-    "Example: kvfold snapshot make smollm2-135m --addon my-addon --prompt-file long.txt "
-    "--out long.kvfold"
+LIST = (
+    "List the snapshots of a store, last used first.\n\nExample: kvfold snapshot list --store cache"
 )
-LIST = "List the snapshots of a store, last used first.\n\nExample: kvfold snapshot list cache"
-SHOW = "Say who made a snapshot, and what it holds.\n\nExample: kvfold snapshot show long.kvfold"
+SHOW = (
+    "Say who made a snapshot, and what it holds.\n\n"
+    "Example: kvfold snapshot show long.kvfold, or kvfold snapshot show --store cache 3f2a91"
+)
 VERIFY = (
     "Check every byte of snapshots; a damaged one ends with exit code 2.\n\n"
     "Whether a snapshot fits a model is checked when it is used.\n\n"
-    "Example: kvfold snapshot verify cache"
+    "Example: kvfold snapshot verify --store cache, or kvfold snapshot verify long.kvfold"
 )
 REMOVE = (
     "Remove snapshots: files by path, or those of a store by what `list` shows of their names, or "
     "the beginning of a whole name.\n\n"
-    "Example: kvfold snapshot rm cache 3f2a91, or kvfold snapshot rm cache --all"
+    "Example: kvfold snapshot rm --store cache 3f2a91, or kvfold snapshot rm --store cache --all"
 )
 SHORT = 12
 FAILURE = 2
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def local_path(text: str) -> Path:
@@ -77,8 +58,8 @@ def local_path(text: str) -> Path:
     return Path(text)
 
 
-StoreArgument = Annotated[
-    Path, typer.Argument(metavar="STORE", help="A store's folder.", parser=local_path)
+StoreOption = Annotated[
+    Path | None, typer.Option(metavar="STORE", help="A store's folder.", parser=local_path)
 ]
 
 
@@ -93,123 +74,21 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group)
 
 
-def make_command(
-    model: ModelArgument,
-    addon: Annotated[
-        str, typer.Option(metavar="DIR", help="Add-on folder, shipped add-on, or hub id.")
-    ],
-    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A file with the prompt.")
+def list_command(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="STORE", help="The same as --store.", parser=local_path),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one file, such as long.kvfold.")
-    ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(metavar="STORE", help="Keep it in a store: a folder, or a URL such as s3://."),
-    ] = None,
-    budget: Annotated[
-        float, typer.Option(min=0.001, metavar="GB", help="What the store may take, in GB.")
-    ] = 4.0,
-    raw: Annotated[bool, typer.Option("--raw", help="Leave the chat template out.")] = False,
+    store: StoreOption = None,
     as_json: JsonOption = False,
-    keep_window: KeepWindowOption = None,
-    anchors: AnchorsOption = None,
-    resident: ResidentOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
 ) -> None:
-    """Run and keep; see MAKE."""
-    from kvfold.evaluation.candidates import with_plan
-    from kvfold.runtime.attach import attach
-
-    only_one(out=out, store=store)
-    if out is None and store is None:
-        raise typer.BadParameter("say where to keep it: --out FILE or --store STORE")
-    text = read_prompt(prompt, prompt_file)
-    prefixes = None if store is None else _usable_store(store, int(budget * 1e9))
-    loaded, tokenizer = load_model(model, dtype, device)
-    changes = {"window": keep_window, "anchors": anchors, "resident": resident}
-    (found,) = load_addons([addon], loaded).values()
-    ids = encode_prompt(tokenizer, text, raw=raw).to(loaded.device)
-    with attach(loaded, with_plan(found, **changes), keep_codes=True) as attachment:
-        made = _make(attachment, ids, out, prefixes)
-    if as_json:
-        typer.echo(json.dumps(made, indent=1))
-        return
-    _say_made(made)
-
-
-def _usable_store(where: str, max_bytes: int) -> PrefixStore:
-    from kvfold.store.prefix_store import PrefixStore
-
-    made = PrefixStore(where, max_bytes=max_bytes)
-    made.place.check_writable()  # before a model is loaded and a prompt is run for it
-    return made
-
-
-def _make(
-    attachment: Attachment, ids: Any, out: Path | None, prefixes: PrefixStore | None
-) -> dict[str, Any]:
-    """Where the snapshot of a prompt was written, and its bytes beside the plain cache's."""
-    import torch
-
-    from kvfold.runtime.feeding import cache_argument
-    from kvfold.runtime.ledger import plain_bytes
-    from kvfold.store.prefix_store import resumes_as_cold
-    from kvfold.store.snapshot import Snapshot
-
-    model = attachment.model
-    found = None
-    if prefixes is not None and resumes_as_cold(attachment.plan):
-        found = prefixes.longest(attachment, ids[0].tolist())
-    cache = attachment.new_cache() if found is None else attachment.cache_from([found.state])
-    known = 0 if found is None else found.tokens
-    with torch.no_grad():
-        model(ids[:, known:], logits_to_keep=1, **{cache_argument(model): cache})
-    if prefixes is None:
-        assert out is not None
-        where: str | None = str(out)
-        size = Snapshot.of(cache).save(out)
-    else:
-        where = prefixes.keep(cache)
-        size = next((e.size for e in prefixes.place.entries() if e.name == where), 0)
-    plain = plain_bytes(attachment.anatomy, ids.shape[1], element_size=model.dtype.itemsize)
-    return {
-        "kept_as": where,
-        "tokens": int(ids.shape[1]),
-        "tokens_from_store": known,
-        "file_bytes": size,
-        "plain_cache_bytes": plain.total,
-        "ledger": cache.nbytes().components,
-    }
-
-
-def _say_made(made: dict[str, Any]) -> None:
-    from kvfold.evaluation.report import readable_bytes
-
-    screen = console()
-    if made["kept_as"] is None:
-        screen.print(
-            f"Not kept: {made['tokens']:,} tokens are fewer than a store keeps, or more than its "
-            "budget has room for.", style="yellow",
-        )  # fmt: skip
-        return
-    size, plain = made["file_bytes"], made["plain_cache_bytes"]
-    screen.print(
-        f"{made['tokens']:,} tokens kept as {made['kept_as']}: {readable_bytes(size)}, "
-        f"{plain / size:.1f} times smaller than the plain cache ({readable_bytes(plain)})",
-        highlight=False, markup=False,
-    )  # fmt: skip
-    if made["tokens_from_store"]:
-        screen.print(f"The first {made['tokens_from_store']:,} of them came from the store.")
-
-
-def list_command(store: StoreArgument, as_json: JsonOption = False) -> None:
     """List; see LIST."""
     from kvfold.store.prefix_store import tokens_of
 
+    if (folder is None) == (store is None):
+        raise typer.BadParameter("say once which store: --store STORE")
+    store = store or folder
+    assert store is not None
     entries = sorted(_entries(store), key=lambda entry: -entry.used)
     rows = [
         {
@@ -280,20 +159,33 @@ def _model_of(store: Path, name: str) -> str:
 
 
 def show_command(
-    path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A snapshot's file.", parser=local_path)
+    which: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|NAME",
+            help="A snapshot's file, or with --store a name, or its beginning, as `list` shows.",
+        ),
     ],
+    store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show; see SHOW."""
     from kvfold.store.snapshot import describe_snapshot
 
+    path = local_path(which) if store is None else _file_of(store, which)
     described = describe_snapshot(path)
     size = path.stat().st_size
     if as_json:
         typer.echo(json.dumps({**described.to_dict(), "file_bytes": size}, indent=1))
         return
     console().print(_show_table(described, size))
+
+
+def _file_of(store: Path, name: str) -> Path:
+    from kvfold.store.places import SUFFIX
+
+    stored = [entry.name for entry in _entries(store)]
+    return store / f"{_only_one(store, stored, name)}{SUFFIX}"
 
 
 def _show_table(described: Description, size: int) -> Table:
@@ -320,19 +212,25 @@ def _show_table(described: Description, size: int) -> Table:
 
 def verify_command(
     paths: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
-            metavar="PATH...", help="Snapshot files, or stores of them.", parser=local_path
+            metavar="PATH", help="Snapshot files, or stores of them.", parser=local_path
         ),
-    ],
+    ] = None,
+    store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check; see VERIFY."""
     from kvfold.errors import SnapshotError
     from kvfold.store.snapshot import Snapshot
 
+    chosen = [*(paths or []), *([] if store is None else [store])]
+    if not chosen:
+        raise typer.BadParameter("say what to check: --store STORE, or snapshot files")
+    if store is not None:
+        _entries(store)  # a store that is not there is no file either
     results: list[dict[str, Any]] = []
-    for path in _files(paths):
+    for path in _files(chosen):
         try:
             tokens = [row.seen_tokens for row in Snapshot.load(path).rows]
             results.append({"path": str(path), "whole": True, "tokens": tokens})
@@ -361,35 +259,45 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def remove_command(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="PATH", help="A store, or a snapshot's file.", parser=local_path),
-    ],
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME...", help="Names, or their beginnings, as `list` shows."),
+        typer.Argument(
+            metavar="FILE|NAME",
+            help="Names, or their beginnings, as `list` shows; without --store a snapshot's file, "
+            "or the store before the names.",
+        ),
     ] = None,
+    store: StoreOption = None,
     everything: Annotated[bool, typer.Option("--all", help="All snapshots of the store.")] = False,
 ) -> None:
     """Remove; see REMOVE."""
-    from kvfold.store.snapshot import describe_snapshot
-
-    if path.is_file():
-        if names or everything:
-            raise typer.BadParameter(f"{path} is one snapshot; names and --all go with a store")
-        describe_snapshot(path)  # nothing but a snapshot is ever removed
-        path.unlink()
-        console().print(f"removed {path}", markup=False)
-        return
+    names = list(names or [])
+    if store is None:
+        if not names:
+            raise typer.BadParameter("say of which store: --store STORE, or give a snapshot's file")
+        store = local_path(names.pop(0))
+        if store.is_file():
+            _remove_file(store, alone=not names and not everything)
+            return
     if bool(names) == everything:
         raise typer.BadParameter("say which to remove: names (see kvfold snapshot list), or --all")
     from kvfold.store.prefix_store import store_place
 
-    stored = [entry.name for entry in _entries(path)]
-    chosen = stored if everything else list({_only_one(path, stored, name) for name in names or ()})
+    stored = [entry.name for entry in _entries(store)]
+    chosen = stored if everything else list({_only_one(store, stored, name) for name in names})
     for name in chosen:
-        store_place(path).remove(name)
+        store_place(store).remove(name)
     console().print(f"removed {len(chosen)} of {_counted(len(stored))}")
+
+
+def _remove_file(path: Path, *, alone: bool) -> None:
+    from kvfold.store.snapshot import describe_snapshot
+
+    if not alone:
+        raise typer.BadParameter(f"{path} is one snapshot; names and --all go with a store")
+    describe_snapshot(path)  # nothing but a snapshot is ever removed
+    path.unlink()
+    console().print(f"removed {path}", markup=False)
 
 
 def _only_one(store: Path, stored: Sequence[str], given: str) -> str:
@@ -400,6 +308,6 @@ def _only_one(store: Path, stored: Sequence[str], given: str) -> str:
     if len(matching) != 1:
         raise typer.BadParameter(
             f"a name must begin like exactly one snapshot of the store; {given!r} fits "
-            f"{len(matching)}; see kvfold snapshot list {store}"
+            f"{len(matching)}; see kvfold snapshot list --store {store}"
         )
     return matching[0]

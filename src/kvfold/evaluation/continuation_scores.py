@@ -74,7 +74,7 @@ def continuation_scores(
         use_cache=True,
         logits_to_keep=1,
     )
-    found = [_judge(read.logits[:, -1:], batch.continuations[:, :1], dtype)]
+    found = [judged(read.logits[:, -1:], batch.continuations[:, :1], dtype)]
     last = batch.continuations.shape[1] - 1
     for start in range(0, last, chunk):
         stop = min(start + chunk, last)
@@ -87,7 +87,7 @@ def continuation_scores(
             use_cache=True,
             **{name: read[name]},
         )
-        found.append(_judge(read.logits, batch.continuations[:, start + 1 : stop + 1], dtype))
+        found.append(judged(read.logits, batch.continuations[:, start + 1 : stop + 1], dtype))
     chosen = torch.cat([part[0] for part in found], dim=1)
     greedy = torch.cat([part[1] for part in found], dim=1)
     return [
@@ -126,8 +126,11 @@ def _positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(dim=1) - 1).clamp_min(0)
 
 
-def _judge(logits: Tensor, targets: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Log-probability of (batch, seq) targets, and whether each is the likeliest token."""
+def judged(logits: Tensor, targets: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Log-probability of each of some targets (..., seq), and whether it is the likeliest token.
+
+    logits: (..., seq, vocabulary). dtype: of the softmax, the logits' own where None.
+    """
     every = logits.log_softmax(-1, dtype=dtype)
     chosen = every.gather(-1, targets[..., None])[..., 0]
     return chosen, every.argmax(dim=-1) == targets

@@ -6,6 +6,7 @@ what can't be found is None, never guessed.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -36,6 +37,19 @@ def environment() -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version(), "kvfold": __version__, **_versions()},
     }
+
+
+def code_state() -> dict[str, str | None]:
+    """Which code of kvfold runs: its commit, None for an installed wheel, and its sources' digest.
+
+    The digest tells states apart that have one commit, or none.
+    """
+    found = hashlib.sha256()
+    package = Path(__file__).resolve().parents[1]
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package).as_posix()}\n".encode())
+        found.update(path.read_bytes())
+    return {"commit": _commit(), "sources": found.hexdigest()}
 
 
 def _versions() -> dict[str, str | None]:

@@ -221,12 +221,16 @@ def _difference(ours: Any, plain: Any) -> Difference | None:
 def _series(
     task: Task, subject: str, answers: Sequence[Answer], many: Draws, few: Draws
 ) -> dict[str, _Series]:
-    """Every metric of one subject, scores first."""
+    """Every metric of one subject: scores, each with its parts, and then the summary."""
     where = f"{task.name} of {subject}"
     found: dict[str, _Series] = {}
     for metric in dict.fromkeys(name for answer in answers for name in answer.scores):
         kind, column = _column(metric, answers, where)
+        if not column.weights.any():  # never judged, as facts that no question went so far back to
+            continue
         found[metric] = _Scored(metric, kind, column, many)
+        for name, part in _parts(task, answers, column).items():
+            found[f"{metric}/{name}"] = _Scored(f"{metric}/{name}", kind, part, many)
     summary = task.summary(answers)
     resamples = [task.summary([answers[i] for i in draw]) for draw in few] if summary else []
     for metric, value in summary.items():
@@ -263,11 +267,21 @@ def _column(metric: str, answers: Sequence[Answer], where: str) -> tuple[Kind, C
             f"all scores of a metric must be of one kind; {metric} of {where} has both right or "
             "wrong answers and numbers; give it true and false, or numbers, for every item"
         )
-    if not weights.any():
-        raise EvaluationError(
-            f"a metric needs at least one judgement; {metric} of {where} has only empty lists"
-        )
     return kinds.pop(), Column(sums, weights)
+
+
+def _parts(task: Task, answers: Sequence[Answer], column: Column) -> dict[str, Column]:
+    """A metric among the answers that say the same of themselves, as `kind a/length 512`."""
+    found: dict[str, Column] = {}
+    for keys in task.parts:
+        named = ["/".join(f"{key} {answer.said[key]}" for key in keys) for answer in answers]
+        for name in dict.fromkeys(named):
+            within = np.array([other == name for other in named]) & (column.weights > 0)
+            if within.any():
+                found[name] = Column(
+                    np.where(within, column.sums, 0.0), np.where(within, column.weights, 0.0)
+                )
+    return found
 
 
 def _not_finite(what: str, value: float) -> EvaluationError:

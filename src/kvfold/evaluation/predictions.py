@@ -49,7 +49,9 @@ class Predictions:
     """The answers of a subject to a task within a run folder.
 
     configuration: all that they depend on, as plain data. items: ids, in order. chunk: answers
-    that belong together. Nothing is read or written before `open`.
+    that belong together. code: which state of the code answers (`environment.code_state`); it lies
+    beside the answers that it made, which stay good when the code changes. Nothing is read or
+    written before `open`.
     """
 
     def __init__(
@@ -60,14 +62,15 @@ class Predictions:
         configuration: Mapping[str, Any],
         items: Sequence[str],
         chunk: int,
+        code: Mapping[str, Any] | None = None,
     ) -> None:
+        self.code = [] if code is None else [dict(code)]
         self.run, self.subject, self.task = run, subject, task
         self.configuration: dict[str, Any] = json.loads(json.dumps(dict(configuration)))
         self.digest = digest(self.configuration)
         self.items, self.chunk = tuple(items), chunk
-        folder = run / PREDICTIONS / safe_name(subject)
-        self.path = folder / f"{safe_name(task)}.jsonl"
-        self.description = folder / f"{safe_name(task)}{CONFIGURATION_END}"
+        self.description = description_path(run, subject, task)
+        self.path = _answers_path(self.description)
 
     @property
     def pair(self) -> str:
@@ -81,11 +84,12 @@ class Predictions:
         `EvaluationError` for a damaged file and `ReportError` where nothing can be written.
         """
         said = self._move_others()
-        if not self.description.exists():
-            self._describe()
+        made_by = [] if not self.description.exists() else _codes(self.description)
         if not self.path.exists():
             found = (elsewhere or {}).get(self.digest)
             if found is not None:
+                made_by = _codes(description_of(found))
+                self._describe(made_by)
                 _copy(found, self.path)
                 said = f"{self.pair}: answered with the same settings in {found.parents[2]}"
         whole = self._cut()
@@ -93,6 +97,11 @@ class Predictions:
             said = f"{self.pair}: all {whole:,} answers are there, none is asked for again"
         elif 0 < whole < len(self.items):
             said = f"{self.pair}: goes on after {whole:,} of {len(self.items):,} answers"
+        if whole and (others := [code for code in made_by if code not in self.code]):
+            said = f"{said}; other code made them (commit {others[0]['commit']})"
+        if whole < len(self.items):
+            kept = made_by if whole else []
+            self._describe([*kept, *(code for code in self.code if code not in kept)])
         return whole, said
 
     def append(self, answers: Sequence[Answer]) -> None:
@@ -161,13 +170,14 @@ class Predictions:
             os.truncate(self.path, end)
         return whole
 
-    def _describe(self) -> None:
+    def _describe(self, code: Sequence[Mapping[str, Any]]) -> None:
         write_json(
             self.description,
             {
                 "subject": self.subject,
                 "digest": self.digest,
                 "items": len(self.items),
+                "code": list(code),
                 "configuration": self.configuration,
             },
         )
@@ -205,11 +215,31 @@ def read_description(path: Path) -> dict[str, Any]:
     return data
 
 
+def description_path(run: Path, subject: str, task: str) -> Path:
+    """Where a run folder has the description of a subject's answers to a task."""
+    return run / PREDICTIONS / safe_name(subject) / f"{safe_name(task)}{CONFIGURATION_END}"
+
+
+def description_of(answers: Path) -> Path:
+    """The description that lies beside a file of answers."""
+    return answers.with_name(f"{answers.stem}{CONFIGURATION_END}")
+
+
+def _answers_path(description: Path) -> Path:
+    return description.with_name(f"{description.name.removesuffix(CONFIGURATION_END)}.jsonl")
+
+
+def _codes(description: Path) -> list[dict[str, Any]]:
+    """The states of the code that made some answers, as far as they are known."""
+    found: list[dict[str, Any]] = read_description(description).get("code", [])
+    return found
+
+
 def finished(root: Path) -> dict[str, Path]:
     """Files of answers, by digest, that are complete, in all run folders under a root."""
     found: dict[str, Path] = {}
     for description in sorted(root.rglob(f"*{CONFIGURATION_END}")):
-        answers = description.with_name(description.name.removesuffix(CONFIGURATION_END) + ".jsonl")
+        answers = _answers_path(description)
         if not answers.exists():
             continue
         data = read_description(description)

@@ -10,18 +10,15 @@ The plain model is always a subject, the first: every other is compared with it,
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from filelock import FileLock, Timeout
+from typing import Any
 
 from kvfold.errors import EvaluationError, ReportError
+from kvfold.evaluation.answering import Desk, Pair, Silent, Watcher, predictions
 from kvfold.evaluation.configuration import describe_addon, describe_model, describe_task
 from kvfold.evaluation.metrics import FORMAT, task_figures
 from kvfold.evaluation.peers.peer import Peer
@@ -29,31 +26,14 @@ from kvfold.evaluation.predictions import Predictions, finished
 from kvfold.evaluation.report import write_json
 from kvfold.evaluation.run_file import write_run_file
 from kvfold.evaluation.runner import PLAIN, check_names
-from kvfold.evaluation.tasks.task import Answer, Item, Subject, Task
-from kvfold.runtime.attach import AddOnLike, attach
+from kvfold.evaluation.side_by_side import Helpers, answer_side_by_side
+from kvfold.evaluation.tasks.task import Answer, Item, Task
+from kvfold.folder_lock import alone_in
+from kvfold.runtime.attach import AddOnLike
 
 METRICS_FILE = "metrics.json"
 LOCK_FILE = ".lock"
-
-
-class Watcher(Protocol):
-    """Who is told how a run gets on."""
-
-    def progress(self, subject: str, task: str, done: int, total: int) -> None:
-        """So many of a pair's items are answered."""
-
-    def say(self, line: str) -> None:
-        """Something that a user should know: what is not run again, or run anew, and why."""
-
-
-class Silent:
-    """Nobody is told."""
-
-    def progress(self, subject: str, task: str, done: int, total: int) -> None:
-        """Say nothing."""
-
-    def say(self, line: str) -> None:
-        """Say nothing."""
+SKIPPED = "it was left out with --peers-skip"
 
 
 @dataclass(frozen=True)
@@ -62,7 +42,8 @@ class Suite:
 
     candidates: add-ons by name; the plain model comes first without being named. seed: of what
     answering and resampling draw; tasks have their own in their settings. config: what the caller
-    chose, for `run.json` only. peers: other projects' methods by name, asked last.
+    chose, for `run.json` only. peers: other projects' methods by name, asked last. peers_skip:
+    tasks that they are not asked.
     """
 
     model: Any
@@ -72,6 +53,7 @@ class Suite:
     seed: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
     peers: Mapping[str, Peer] = field(default_factory=dict)
+    peers_skip: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_names(self.candidates, ())
@@ -84,6 +66,12 @@ class Suite:
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names) or not names:
             raise EvaluationError(f"a suite needs tasks, each once; got {names}")
+        unknown = sorted(set(self.peers_skip) - set(names))
+        if unknown:
+            raise EvaluationError(
+                f"peers can only skip tasks that are asked, {', '.join(names)}; got "
+                f"{', '.join(unknown)}"
+            )
         for addon in self.candidates.values():
             addon.check_base(self.model)
 
@@ -94,6 +82,16 @@ class Suite:
         So it must not change while the suite is used.
         """
         return describe_model(self.model, self.tokenizer)
+
+    @cached_property
+    def described_tasks(self) -> dict[str, dict[str, Any]]:
+        """Each task's settings as plain data, by name."""
+        return {task.name: describe_task(task, self.seed) for task in self.tasks}
+
+    @cached_property
+    def items(self) -> dict[str, Sequence[Item]]:
+        """Each task's items; raises `EvaluationError` if one has none, or two with one id."""
+        return {task.name: _items(task) for task in self.tasks}
 
     @property
     def subjects(self) -> list[str]:
@@ -108,9 +106,12 @@ class Suite:
 
     def unanswered(self) -> dict[str, dict[str, str]]:
         """By peer and task, why a peer is not asked."""
-        why = {task.name: task.not_for_peers for task in self.tasks} if self.peers else {}
-        reasons = {name: reason for name, reason in why.items() if reason is not None}
-        return {name: dict(reasons) for name in self.peers} if reasons else {}
+        reasons = {
+            task.name: SKIPPED if task.name in self.peers_skip else task.not_for_peers
+            for task in self.tasks
+        }
+        known = {name: reason for name, reason in reasons.items() if reason is not None}
+        return {name: dict(known) for name in self.peers} if known else {}
 
 
 def run_suite(
@@ -119,57 +120,61 @@ def run_suite(
     *,
     reuse: Path | None = None,
     watcher: Watcher | None = None,
+    helpers: Helpers | None = None,
 ) -> dict[str, Any]:
     """Answer what is not answered yet, write the figures, and return them as plain data.
 
     folder: of this run; what is there of the same settings is kept, answers of other settings are
     moved to `replaced/` and made anew. reuse: a folder of run folders whose finished answers of
-    the same settings are copied. Raises `EvaluationError` for another process in the same folder,
-    damaged files, and answers that can't be judged; `ReportError` where nothing can be written.
+    the same settings are copied. helpers: processes that answer side by side. Raises
+    `EvaluationError` for another process in the same folder, damaged files, and answers that can't
+    be judged; `ReportError` where nothing can be written.
     """
     with _alone_in(folder):
         told = watcher or Silent()
-        items = {task.name: _items(task) for task in suite.tasks}
-        model = suite.described
-        tasks = {task.name: describe_task(task, suite.seed) for task in suite.tasks}
+        pairs = predictions(suite, folder)
         peers = {name: peer.describe() for name, peer in suite.peers.items()}
-        subjects = suite.subjects
-        write_run_file(folder, suite.config, model, tasks, subjects, suite.seed, peers)
+        write_run_file(
+            *(folder, suite.config, suite.described, suite.described_tasks),
+            *(suite.subjects, suite.seed, peers),
+        )
         (folder / METRICS_FILE).unlink(missing_ok=True)  # of an earlier run, till this one is done
-        elsewhere = finished(reuse) if reuse is not None else {}
-        answers: dict[str, dict[str, list[Answer]]] = {name: {} for name in items}
-        unanswered = suite.unanswered()
-        for name in subjects:
-            described = {"model": model, **suite.describe(name)}
-            pairs = {
-                task.name: Predictions(
-                    folder,
-                    name,
-                    task.name,
-                    {**described, "task": tasks[task.name]},
-                    [item["id"] for item in items[task.name]],
-                    task.chunk,
-                )
-                for task in suite.tasks
-                if task.name not in unanswered.get(name, {})
-            }
-            _answer_all(suite, name, items, pairs, elsewhere, told)
-            for task_name, pair in pairs.items():
-                answers[task_name][name] = pair.read()
-        data = figures_data(suite, tasks, answers)
+        wanting = _wanting(suite, pairs, finished(reuse) if reuse is not None else {}, told)
+        if helpers is not None and min(helpers.count, len(wanting)) > 1:
+            answer_side_by_side(helpers, folder, {p: pairs[p] for p in wanting}, told)
+        else:
+            with Desk(suite, told) as desk:
+                for pair, done in wanting.items():
+                    desk.answer(pair, pairs[pair], done)
+        answers: dict[str, dict[str, list[Answer]]] = {name: {} for name in suite.items}
+        for (subject, task), found in pairs.items():
+            answers[task][subject] = found.read()
+        data = figures_data(suite, answers)
         write_json(folder / METRICS_FILE, data)
         return data
 
 
-def figures_data(
-    suite: Suite,
-    described: Mapping[str, Mapping[str, Any]],
-    answers: Mapping[str, Mapping[str, Sequence[Answer]]],
-) -> dict[str, Any]:
-    """All figures as plain data for JSON, made of answers by task and subject.
+def _wanting(
+    suite: Suite, pairs: Mapping[Pair, Predictions], elsewhere: Mapping[str, Path], told: Watcher
+) -> dict[Pair, int]:
+    """Pairs that are not answered to the end, and how many answers each has.
 
-    described: tasks by name.
+    elsewhere: finished answers of other run folders, by digest.
     """
+    wanting: dict[Pair, int] = {}
+    for pair, found in pairs.items():
+        done, said = found.open(elsewhere)
+        if said is not None:
+            told.say(said)
+        if done < len(suite.items[pair[1]]):
+            wanting[pair] = done
+    return wanting
+
+
+def figures_data(
+    suite: Suite, answers: Mapping[str, Mapping[str, Sequence[Answer]]]
+) -> dict[str, Any]:
+    """All figures as plain data for JSON, made of answers by task and subject."""
     results: dict[str, dict[str, Any]] = {name: {} for name in suite.subjects}
     for task in suite.tasks:
         for name, figures in task_figures(task, answers[task.name], seed=suite.seed).items():
@@ -182,7 +187,7 @@ def figures_data(
         "tasks": {
             task.name: {
                 "items": len(answers[task.name][PLAIN]),
-                "settings": described[task.name]["settings"],
+                "settings": suite.described_tasks[task.name]["settings"],
             }
             for task in suite.tasks
         },
@@ -191,69 +196,6 @@ def figures_data(
     if suite.peers:
         data |= {"peers": list(suite.peers), "unanswered": suite.unanswered()}
     return data
-
-
-def _answer_all(
-    suite: Suite,
-    name: str,
-    items: Mapping[str, Sequence[Item]],
-    pairs: Mapping[str, Predictions],
-    elsewhere: Mapping[str, Path],
-    told: Watcher,
-) -> None:
-    """One subject's answers to its tasks; it is only made ready if any are wanting."""
-    wanting: list[tuple[Task, int]] = []
-    for task in (task for task in suite.tasks if task.name in pairs):
-        done, said = pairs[task.name].open(elsewhere)
-        if said is not None:
-            told.say(said)
-        told.progress(name, task.name, done, len(items[task.name]))
-        if done < len(items[task.name]):
-            wanting.append((task, done))
-    if not wanting:
-        return
-    with _subject(suite, name, told) as subject:
-        for task, done in wanting:
-            _answer(subject, task, items[task.name], done, pairs[task.name], suite.seed, told)
-
-
-def _answer(
-    subject: Subject,
-    task: Task,
-    items: Sequence[Item],
-    done: int,
-    pair: Predictions,
-    seed: int,
-    told: Watcher,
-) -> None:
-    for start in range(done, len(items), task.chunk):
-        chunk = items[start : start + task.chunk]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_chunk_seed(seed, task.name, start))
-            given = list(task.answers(subject, chunk))
-        if [answer.item for answer in given] != [item["id"] for item in chunk]:
-            raise EvaluationError(
-                f"a task must give one answer to each item, in order; {task.name} was asked "
-                f"{[item['id'] for item in chunk]} and answered {[a.item for a in given]}"
-            )
-        pair.append(given)
-        told.progress(subject.name, task.name, start + len(chunk), len(items))
-
-
-def _chunk_seed(seed: int, task: str, start: int) -> int:
-    """The same for a chunk whether or not those before it were answered in this process."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {task} {start}".encode()).digest()[:7], "big")
-
-
-@contextmanager
-def _subject(suite: Suite, name: str, told: Watcher) -> Iterator[Subject]:
-    if name in suite.peers:
-        with suite.peers[name].open(suite.model, told.say) as peer:
-            yield Subject(name, peer, suite.tokenizer, peer=peer)
-        return
-    addon = suite.candidates.get(name)
-    with nullcontext() if addon is None else attach(suite.model, addon):
-        yield Subject(name, suite.model, suite.tokenizer, addon)
 
 
 def _items(task: Task) -> Sequence[Item]:
@@ -278,15 +220,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ReportError(f"can't make the run folder {folder}: {error.strerror}") from error
-    lock = FileLock(folder / LOCK_FILE)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise EvaluationError(
-            f"one process at a time can write a run folder; another one is writing {folder}; wait "
-            "for it, or name another --out"
-        ) from None
-    try:
+    refusal = EvaluationError(
+        f"one process at a time can write a run folder; another one is writing {folder}; wait for "
+        "it, or name another --out"
+    )
+    with alone_in(folder, LOCK_FILE, refusal):
         yield
-    finally:
-        lock.release()

@@ -28,7 +28,7 @@ from kvfold.errors import KvfoldError, RecipeError
 from kvfold.fitting.sizes import parse_bytes
 from kvfold.fitting.stage_table import STAGES, StageKind
 from kvfold.fitting.training_text import TextPart
-from kvfold.models import DEFAULT_MODEL
+from kvfold.models import own_name
 from kvfold.plan import Plan, explain
 from kvfold.plan_entries import Count, Frozen
 from kvfold.presets import PRESETS, preset
@@ -36,7 +36,6 @@ from kvfold.presets import PRESETS, preset
 DATA_VARIABLE = "${DATA}"
 """At the beginning of a text's source: the folder of public data, wherever it is."""
 
-DEFAULT_NAMES = ("default", DEFAULT_MODEL)
 LONGEST_NAME = 120
 
 
@@ -183,7 +182,7 @@ class Recipe(Frozen):
     @property
     def model_name(self) -> str:
         """The model as `kvfold.models.load` knows it."""
-        return DEFAULT_MODEL if self.model in DEFAULT_NAMES else self.model
+        return own_name(self.model) or self.model
 
     def plan_for(self, anatomy: Anatomy) -> Plan:
         """The plan for a model; raises `PlanError` if the model can't have it."""

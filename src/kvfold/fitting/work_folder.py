@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from kvfold.errors import FitError
+from kvfold.folder_lock import alone_in
 
 LOCK_FILE = "run.lock"
 STATE_FILE = "state.json"
@@ -31,20 +30,18 @@ def held(work: Path, *, first: bool) -> Iterator[None]:
         yield
         return
     _make(work)
-    lock = FileLock(work / LOCK_FILE)
+    refusal = FitError(
+        f"the work folder {work} is in use by another run; wait for its end, or name another "
+        "folder for the add-on"
+    )
+    ours = False
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise FitError(
-            f"the work folder {work} is in use by another run; wait for its end, or name another "
-            "folder for the add-on"
-        ) from None
-    try:
-        yield
+        with alone_in(work, LOCK_FILE, refusal):
+            ours = True
+            yield
     finally:
-        lock.release()
-        if [item.name for item in work.iterdir()] == [LOCK_FILE]:  # it did nothing to go on from
-            shutil.rmtree(work)
+        if ours and [item.name for item in work.iterdir()] == [LOCK_FILE]:
+            shutil.rmtree(work)  # it did nothing to go on from
 
 
 def _make(work: Path) -> None:

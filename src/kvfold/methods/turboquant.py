@@ -34,6 +34,8 @@ FACTOR_BITS = 6
 PLANES = (8, 4, 2, 1)
 """Codes are cut into fields of so many bits, low bits first, that fill whole bytes."""
 SCALE_BYTES = 2
+LARGEST_SCALE = torch.finfo(torch.float16).max
+"""A scale is close to the root mean square of the vector's values."""
 UNIFORM_BITS = 8
 """At this width codes are signed integers and levels a uniform grid."""
 UNIFORM_LEVEL = 1 / 32
@@ -45,8 +47,8 @@ UNIFORM_MAXIMUM = 127
 class Quantised:
     """Packed vectors: what a cache stores.
 
-    codes: (..., row_bytes), uint8. scales: (..., 1), float16; not finite where the vector was
-    not. signature: that of the `TurboQuant` that made them.
+    codes: (..., row_bytes), uint8. scales: (..., 1), float16; NaN where the vector was not finite,
+    infinite where it was above `LARGEST_SCALE`. signature: that of the `TurboQuant` that made them.
     """
 
     codes: Tensor
@@ -67,8 +69,8 @@ class TurboQuant:
     rotation: codes can be read only with the seed that made them. Raises `PlanError` for a
     width below 1 or bits outside 1 to 8.
 
-    A vector whose values are near 1e-4 or 1e4 keeps its norm within 2**-10. Above float16's
-    65504 the scale is clamped; below its smallest normal, 6.1e-5, the norm gets coarser.
+    A vector whose values are near 1e-4 or 1e4 keeps its norm within 2**-10. Above `LARGEST_SCALE`
+    the scale is infinite; below the smallest normal float16, 6.1e-5, the norm gets coarser.
     """
 
     width: int
@@ -128,8 +130,9 @@ class TurboQuant:
     def encode(self, x: Tensor) -> Quantised:
         """x: (..., width), any floating dtype. Raises `CacheError` for another width or dtype.
 
-        Never waits for the device. A vector with a NaN or an infinity gets a NaN scale, so that
-        whoever runs a step can look for one with `isfinite(scales)`, once a step.
+        Never waits for the device. A vector with a NaN or an infinity gets a NaN scale, and one
+        that is too large an infinite one, so that whoever runs a step can look for them with
+        `isfinite(scales)`, once a step.
         """
         self._check_width(x)
         if not x.is_floating_point():
@@ -143,7 +146,7 @@ class TurboQuant:
         turned = self.rotate(work / peak.clamp_min(tiny))
         norm = torch.linalg.vector_norm(turned, dim=-1, keepdim=True)
         rows, code_norm = self._nearest(turned, norm.clamp_min(tiny))
-        scales = (peak * (norm / code_norm)).clamp_max(torch.finfo(torch.float16).max)
+        scales = peak * (norm / code_norm)
         return Quantised(rows, scales.to(torch.float16), self.signature)
 
     def decode(self, stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -38,15 +38,15 @@ from kvfold.methods import (
 )
 from kvfold.plan import Plan
 from kvfold.plan_overrides import check_override
-from kvfold.runtime.adapters import Adapters, check_projections
+from kvfold.runtime.adapters import check_projections
 from kvfold.runtime.cache import FoldedCache, Running
-from kvfold.runtime.forward import DecoderForward
+from kvfold.runtime.filling import fill
 from kvfold.runtime.layer import Rotation, SlotPlaces, StoredSlots, folded_layers
 from kvfold.runtime.linear_states import SkippedStates
+from kvfold.runtime.patches import Patches
 from kvfold.runtime.reading import choose_readings, free_memory
 from kvfold.runtime.schedule import Schedule, Step
-from kvfold.runtime.stand_ins import attention_forward, last_logits_forward, layer_forward
-from kvfold.runtime.state import RowState, fill, rows_of
+from kvfold.runtime.state import RowState, rows_of
 
 
 class AddOnLike(Protocol):
@@ -148,9 +148,7 @@ class Attachment:
         self.adopted: WeakKeyDictionary[Cache, FoldedCache] = WeakKeyDictionary()
         self.activations: dict[Source, Tensor] = {}
         self._rotations: dict[tuple[Any, ...], Rotation] = {}
-        self._restore: list[tuple[nn.Module, Any]] = []
-        self._hooks: list[Any] = []
-        self._patch()
+        self._patches = Patches(self)
 
     def _check(self, addon: AddOnLike) -> None:
         require_plain(self.model)
@@ -182,39 +180,10 @@ class Attachment:
         projector = addon.state_projector if self.plan.state_projector else None
         return SkippedStates(self.model, skipped, projector, self.plan.replay)
 
-    def _patch(self) -> None:
-        self._adapters = None if self.lora is None else Adapters(self.model, self.lora)
-        decoder_forward = DecoderForward(self, self.decoder.forward)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return decoder_forward(*args, **kwargs)
-
-        setattr(forward, ATTACHMENT_MARK, self)
-        self._replace(self.decoder, forward)
-        for fold in self.folds:
-            self._replace(fold.module, attention_forward(self, fold))
-        if self.split is not None:
-            for index, layer in enumerate(self.decoder.layers):
-                self._replace(layer, layer_forward(self, index, layer.forward))
-            if self.model is not self.decoder:
-                self._replace(self.model, last_logits_forward(self, self.model.forward))
-        splits = {source.layer for source in self._fed_by if source.kind == "hidden"}
-        for split in sorted(splits):
-            hook = self._publish_hidden(split)
-            layer = self.decoder.layers[split]
-            self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _replace(self, module: nn.Module, forward: Any) -> None:
-        self._restore.append((module, module.__dict__.get("forward")))
-        module.forward = forward
-
-    def _publish_hidden(self, split: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.runs(max(0, split - 1)):
-                hidden = args[0] if args else kwargs["hidden_states"]
-                self.publish({Source("hidden", split): hidden})
-
-        return hook
+    @property
+    def splits(self) -> list[int]:
+        """The layers whose input some method encodes."""
+        return sorted({source.layer for source in self._fed_by if source.kind == "hidden"})
 
     def runs(self, layer: int) -> bool:
         """Whether a layer runs in the pass that is open."""
@@ -382,16 +351,7 @@ class Attachment:
 
     def detach(self) -> None:
         """Give the model back as it was. Does nothing if that has happened already."""
-        if self._adapters is not None:
-            self._adapters.detach()
-        for hook in self._hooks:
-            hook.remove()
-        for module, before in reversed(self._restore):
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = before
-        self._hooks, self._restore = [], []
+        self._patches.undo()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -404,7 +364,7 @@ class Attachment:
         try:
             yield
         finally:
-            self._patch()
+            self._patches = Patches(self)
 
     def __enter__(self) -> Self:
         return self

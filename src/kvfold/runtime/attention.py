@@ -88,14 +88,15 @@ def _sdpa(
 
 def _decode(fold: FoldedAttention, layer: FoldedLayer, step: Step, queries: Tensor) -> Tensor:
     """One query a row, over the layer's buffer as it lies."""
-    fixed = layer.schedule.exact_size
+    fixed = layer.exact_places
     slots = step.most_slots if fold.reading == "expanded" else 0
     length = fixed + slots if slots else min(max(step.after), fixed)
     keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
     bias = fold.slot_bias() if slots else None
     mask = None
     if not step.uniform or layer.schedule.group > 1 or bias is not None:
-        mask = with_slot_bias(decode_mask(step, slots)[..., :length], bias, slots, step)
+        mask = decode_mask(step, fixed, slots)[..., :length]
+        mask = with_slot_bias(mask, bias, slots, step, key=(fixed, slots))
     # Query heads of a kv head as its queries: they see the same, and SDPA is a third quicker on a
     # CPU than with enable_gqa.
     shape = (queries.shape[0], fold.anatomy.kv_heads, -1, queries.shape[-1])
@@ -112,7 +113,7 @@ def _decode_quantised(
 ) -> Tensor:
     """One query a row, over exact places and packed slots, with one softmax for both."""
     batch, heads, _, width = queries.shape
-    fixed, slots = layer.schedule.exact_size, slice(0, step.most_slots)
+    fixed, slots = layer.exact_places, slice(0, step.most_slots)
     keys, values = layer.stores["slot_keys"], layer.stores["slot_values"]
     assert keys.codec is not None and values.codec is not None
     grouped = queries.view(batch, fold.anatomy.kv_heads, -1, width)
@@ -123,7 +124,7 @@ def _decode_quantised(
     if bias is not None:
         logits[..., fixed:] += bias.view(fold.anatomy.kv_heads, -1, 1)
     if layer.schedule.group > 1 or not step.uniform:
-        logits = logits.masked_fill(~decode_mask(step, slots.stop), -torch.inf)
+        logits = logits.masked_fill(~decode_mask(step, fixed, slots.stop), -torch.inf)
     weights = logits.softmax(dim=-1)
     mixed = slot_mix(values.codec, weights[..., fixed:], values.quantised(slots))
     output = values.codec.unrotate(mixed).to(queries.dtype)
@@ -137,7 +138,7 @@ def _prefill(fold: FoldedAttention, layer: FoldedLayer, step: Step, new: NewToke
     Where slots are quantised all of it happens in their rotated basis: turning queries and exact
     tokens into it, and outputs back, is less work than turning every slot.
     """
-    fixed = layer.schedule.exact_size
+    fixed = layer.exact_places
     most = step.most_slots if fold.reading == "expanded" else 0
     turn, turn_back = layer.rotations(quantised=most > 0)
     queries, new_keys, new_values = turn(new.queries), turn(new.keys), turn(new.values)
@@ -145,16 +146,16 @@ def _prefill(fold: FoldedAttention, layer: FoldedLayer, step: Step, new: NewToke
     slot_keys, slot_values = layer.visible_slots(most)
     outputs = []
     for block in query_blocks(step):
-        columns, stored = visible_columns(step, block), stored_places(step, block)
+        columns, stored = visible_columns(step, block), stored_places(step, block, fixed)
         slots = visible_slots(step, block) if most else 0
         keys = [exact_keys[:, :, stored], new_keys[:, :, columns], slot_keys[:, :, :slots]]
         values = [exact_values[:, :, stored], new_values[:, :, columns], slot_values[:, :, :slots]]
         mask = with_slot_bias(
-            prefill_mask(step, block, slots),
+            prefill_mask(step, block, fixed, slots),
             fold.slot_bias(),
             slots,
             step,
-            key=(block.start, block.stop, slots),
+            key=(block.start, block.stop, fixed, slots),
         )
         keys_here, values_here = torch.cat(keys, dim=2), torch.cat(values, dim=2)
         outputs.append(_sdpa(fold, queries[:, :, block], keys_here, values_here, mask))

@@ -24,3 +24,19 @@ def grown(buffer: Tensor, fixed: int, slots: int) -> Tensor:
     longer = buffer.new_zeros(buffer.shape[0], buffer.shape[1], needed, buffer.shape[3])
     longer[:, :, : buffer.shape[2]] = buffer
     return longer
+
+
+def refitted(buffer: Tensor, fixed: int, places: int) -> Tensor:
+    """The buffer, or a copy with `places` places in front of its slots instead of `fixed`.
+
+    buffer: (batch, heads, places, width). New places are zeros; lost ones are those nearest to the
+    slots.
+    """
+    if fixed == places:
+        return buffer
+    batch, heads, whole, width = buffer.shape
+    made = buffer.new_zeros(batch, heads, places + whole - fixed, width)
+    kept = min(fixed, places)
+    made[:, :, :kept] = buffer[:, :, :kept]
+    made[:, :, places:] = buffer[:, :, fixed:]
+    return made

@@ -22,6 +22,7 @@ from kvfold.errors import CacheError
 from kvfold.methods import Pipeline, Source
 from kvfold.runtime.codes import CodeStore, code_store_needs
 from kvfold.runtime.columns import PAD, ColumnLog
+from kvfold.runtime.finite import require_all_finite, require_finite
 from kvfold.runtime.folded_layer import FoldedLayer
 from kvfold.runtime.layer import FoldedAttention, RotaryAt, SlotPlaces
 from kvfold.runtime.ledger import Ledger
@@ -219,7 +220,7 @@ class FoldedCache(Cache):
         early = fold.expands_early
         spans = step.completed if early else step.exits
         if any(spans):
-            layer.allocate(len(step.before))
+            layer.allocate(step)
             codes = store.completed(step) if early else store.exits(step)
             place = fold.pipeline.slot_position
             layer.write_slots(step, spans, codes, rotary(SlotPlaces(step, early, place)))
@@ -240,8 +241,7 @@ class FoldedCache(Cache):
                 self.expand(layer, rotary)
 
     def _require_finite(self) -> None:
-        """One look a step, so one wait for the device, at all that came and was quantised in it."""
-        flags = [torch.isfinite(records).all() for _, records in self._unchecked]
+        steps = [(p, self.step_of(p), records) for p, records in self._unchecked]
         stores = [
             (store.pipeline.layers, part)
             for store in self.stores.values()
@@ -250,18 +250,7 @@ class FoldedCache(Cache):
         for layer in self.layers:
             if isinstance(layer, FoldedLayer):
                 stores += [((layer.fold.index,), part) for part in layer.stores.values()]
-        scaled = [(layers, part.take_finite()) for layers, part in stores]
-        flags += [flag for _, flag in scaled if flag is not None]
-        if not flags or bool(torch.stack(flags).all()):
-            return
-        for pipeline, records in self._unchecked:
-            require_finite(records, self.step_of(pipeline), pipeline)
-        at_fault = [layers for layers, flag in scaled if flag is not None and not bool(flag)]
-        raise CacheError(
-            f"slots must be finite to be quantised; those of layers {list(at_fault[0])} made after "
-            f"token {max(self.rows or [0])} are not, though their tokens' codes are: the add-on's "
-            "maps overflow; load the model in bfloat16 or float32, or fit again"
-        )
+        require_all_finite(steps, stores, max(self.rows or [0]))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FoldedCache:
         """A cache with tensors of its own on the same attachment; the model is not copied."""
@@ -384,21 +373,3 @@ class FoldedCache(Cache):
                 f"can't crop {remove} tokens: groups of {schedule.group} of them have been pooled "
                 "already; crop before a group is full, or use a plan without a sequence axis"
             )
-
-
-def require_finite(records: Tensor, step: Step, pipeline: Pipeline) -> None:
-    """Raise `CacheError` naming layers and token where a record (batch, new, width) is not finite.
-
-    Pads are looked at too: they are not stored, but tell of the same fault.
-    """
-    finite = torch.isfinite(records).all(dim=-1)
-    if bool(finite.all()):
-        return
-    row, column = (~finite).nonzero()[0].tolist()
-    position = step.after[row] - step.new + column
-    raise CacheError(
-        f"keys and values must be finite; the {pipeline.depth.name} code of layers "
-        f"{list(pipeline.layers)} has NaN or infinity at token {position} of row {row}: the "
-        "model's activations overflow its dtype or the add-on is damaged; load the model in "
-        "bfloat16 or float32"
-    )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvfold.methods import Pipeline
+from kvfold.runtime.buffers import refitted
 from kvfold.runtime.layer import FoldedAttention
 from kvfold.runtime.schedule import Schedule, Step
 from kvfold.runtime.slots import CodeSlots
@@ -25,8 +26,9 @@ class CodeStore:
 
     keep: whether readings need the codes themselves (`shared` or `absorbed`); they then stay in
     `slots`, in order. late: whether some layer expands a slot only when it becomes visible; codes
-    of slots that are not wait in the ring `pending`, slot s at s mod its size. The tokens of an
-    unfinished group (and with overlap those of the group before) are in the ring `partial`.
+    of slots that are not wait in the ring `pending`, slot s at s mod its size; a long one is
+    allocated as it fills. The tokens of an unfinished group (and with overlap those of the group
+    before) are in the ring `partial`.
     spare: whether no reading needs the codes, only those who keep the cache elsewhere.
     """
 
@@ -79,6 +81,7 @@ class CodeStore:
         tokens = _collect(
             step,
             self.partial,
+            self.partial_size,
             records,
             spans,
             [max(0, step.before[row] - a) for row in step.rows],
@@ -97,20 +100,26 @@ class CodeStore:
 
     def exits(self, step: Step) -> Tensor:
         """Codes of the slots that become visible in this step, (batch, 1, most, code_width)."""
-        self._prepare_pending()
+        self._prepare_pending(step)
         assert self.pending is not None
         made = [span.start for span in step.completed]
-        return _collect(step, self.pending, self.new, step.exits, made, [-first for first in made])
+        moved = [-first for first in made]
+        size = self.schedule.pending_size
+        return _collect(step, self.pending, size, self.new, step.exits, made, moved)
 
-    def _prepare_pending(self) -> None:
-        if self.pending is None and self.new is not None:
-            shape = (self.new.shape[0], 1, self.schedule.pending_size, self.new.shape[3])
-            self.pending = self.new.new_zeros(shape)
+    def _prepare_pending(self, step: Step) -> None:
+        if self.new is None:
+            return
+        if self.pending is None:
+            self.pending = self.new.new_zeros(self.new.shape[0], 1, 0, self.new.shape[3])
+        held, places = self.pending.shape[2], self.schedule.pending_places(max(step.after))
+        if places > held:
+            self.pending = refitted(self.pending, held, places)
 
     def commit(self, step: Step) -> None:
         """End the step: its slots that nobody sees yet join the pending ring."""
         if self.late and self.new is not None:
-            self._prepare_pending()
+            self._prepare_pending(step)
             if step.pending_write is not None and self.pending is not None:
                 step.pending_write.apply(self.pending, self.new)
         self.new, self.published = None, False
@@ -147,6 +156,7 @@ class CodeStore:
 def _collect(
     step: Step,
     ring: Tensor,
+    size: int,
     new: Tensor | None,
     spans: Sequence[range],
     boundary: Sequence[int],
@@ -154,15 +164,14 @@ def _collect(
 ) -> Tensor:
     """Items of each row's span, padded to the longest: (batch, 1, most, width).
 
-    Items below the row's boundary are in the ring, item i at i mod its size; the others are in
-    `new` at i + shift.
+    Items below the row's boundary are in the ring, item i at i mod `size`, of whose places it may
+    have only the first yet; the others are in `new` at i + shift.
     """
-    size = ring.shape[2]
     if step.uniform:
-        return _collect_alike(ring, new, spans[0], boundary[0], shift[0])
-    most = max(len(span) for span in spans)
+        return _collect_alike(ring, size, new, spans[0], boundary[0], shift[0])
+    most, held = max(len(span) for span in spans), ring.shape[2]
     places = [
-        [item % size if item < first else size + item + moved for item in span]
+        [item % size if item < first else held + item + moved for item in span]
         for span, first, moved in zip(spans, boundary, shift, strict=True)
     ]
     both = ring if new is None else torch.cat([ring, new], dim=2)
@@ -172,10 +181,10 @@ def _collect(
 
 
 def _collect_alike(
-    ring: Tensor, new: Tensor | None, span: range, boundary: int, shift: int
+    ring: Tensor, size: int, new: Tensor | None, span: range, boundary: int, shift: int
 ) -> Tensor:
     pieces = []
-    old = [item % ring.shape[2] for item in range(span.start, min(span.stop, boundary))]
+    old = [item % size for item in range(span.start, min(span.stop, boundary))]
     if old and old[-1] - old[0] == len(old) - 1:
         pieces.append(ring[:, :, old[0] : old[-1] + 1])
     elif old:

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.errors import CacheError
 from kvfold.methods.turboquant import TurboQuant
-from kvfold.runtime.buffers import grown
+from kvfold.runtime.buffers import grown, refitted
 from kvfold.runtime.layer import FoldedAttention, Rotation
 from kvfold.runtime.schedule import Schedule, Step
 from kvfold.runtime.slots import SlotStore
@@ -26,8 +26,9 @@ def _as_it_is(x: Tensor) -> Tensor:
 class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One folded layer's exact keys and values and, where expanded, its slots.
 
-    keys, values: (batch, kv_heads, A + R [+ slots], head_dim), post-norm and post-RoPE. Where
-    slots are expanded and quantised they are in stores of their own, `slot_keys` and
+    keys, values: (batch, kv_heads, exact_places [+ slots], head_dim), post-norm and post-RoPE.
+    There are A + R exact places once so many tokens have come, fewer before where the window is
+    long. Where slots are expanded and quantised they are in stores of their own, `slot_keys` and
     `slot_values`. Where keys are absorbed, `rotary` (batch, kv_heads, slots, rotary_dim) holds
     the rotated part of each slot's key and `rho` (batch, kv_heads, slots, 1) its k_norm scale.
     """
@@ -43,6 +44,7 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.fold = fold
         self.schedule = schedule
         self.columns = 0
+        self.exact_places = 0
         self.stores = self._new_stores()
 
     def _new_stores(self) -> dict[str, SlotStore]:
@@ -65,11 +67,11 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return made
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the exact places; key_states, value_states: (batch, kv_heads, seq, dim)."""
+        """Begin without a place; key_states, value_states: (batch, kv_heads, seq, dim)."""
         batch, heads, _, width = key_states.shape
-        size = self.schedule.exact_size
-        self.keys = key_states.new_zeros(batch, heads, size, width)
-        self.values = value_states.new_zeros(batch, heads, size, width)
+        self.keys = key_states.new_zeros(batch, heads, 0, width)
+        self.values = value_states.new_zeros(batch, heads, 0, width)
+        self.exact_places = 0
         self.adopt(key_states.dtype, key_states.device)
 
     def adopt(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -77,16 +79,25 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.dtype, self.device = dtype, device
         self.is_initialized = True
 
-    def prepare(self, keys: Tensor, values: Tensor) -> None:
-        """Allocate, if nothing is yet, for keys and values like these."""
+    def prepare(self, step: Step, keys: Tensor, values: Tensor) -> None:
+        """Make room for the exact tokens of a step that brings keys and values like these."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
+        if step.exact_places > self.exact_places:
+            self.refit(step.exact_places)
 
-    def allocate(self, batch: int) -> None:
-        """Allocate, if nothing is yet, before the layer has made any keys and values."""
+    def allocate(self, step: Step) -> None:
+        """Make room for a step's tokens before the layer has made any keys and values."""
         like = self.fold.anatomy
         weight = next(self.fold.module.parameters())
-        self.prepare(*[weight.new_empty(batch, like.kv_heads, 0, like.head_dim)] * 2)
+        shape = (len(step.before), like.kv_heads, 0, like.head_dim)
+        self.prepare(step, *[weight.new_empty(shape)] * 2)
+
+    def refit(self, places: int) -> None:
+        """Have so many exact places; slots behind them move. Those given up must be unused."""
+        self.keys = refitted(self.keys, self.exact_places, places)
+        self.values = refitted(self.values, self.exact_places, places)
+        self.exact_places = places
 
     def write_anchors(self, step: Step, keys: Tensor, values: Tensor) -> None:
         """Keep the step's anchors; they are visible at once."""
@@ -104,7 +115,7 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self, step: Step, spans: list[range], codes: Tensor, rotation: Rotation
     ) -> None:
         """Expand slots: codes (batch, 1, most, code_width), left-aligned; spans: which they are."""
-        fixed = self.schedule.exact_size
+        fixed = self.exact_places
         needed = max(span.stop for span in spans)
         if self.fold.absorbs_keys():
             self._write_rotary(step, spans, codes, rotation, needed)
@@ -155,7 +166,7 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if count and "slot_keys" in self.stores:
             keys, values = self.stores["slot_keys"], self.stores["slot_values"]
             return keys.read_rotated(slice(0, count)), values.read_rotated(slice(0, count))
-        shown = slice(self.schedule.exact_size, self.schedule.exact_size + count)
+        shown = slice(self.exact_places, self.exact_places + count)
         return self.keys[:, :, shown], self.values[:, :, shown]
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -207,4 +218,4 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.keys = self.values = None
         self.stores = self._new_stores()
         self.is_initialized = False
-        self.columns = 0
+        self.columns = self.exact_places = 0

@@ -1,7 +1,7 @@
 """Rows that join a cache in the middle of its work, and the room that they give back.
 
 Folded layers place tokens by their position in their own row, so there rows only need buffers of
-one length: the shorter ones get unused slots behind. transformers' own attention layers hold a
+one length: the shorter ones get unused places and slots. transformers' own attention layers hold a
 column for every token of the longest row, so there a shorter row gets pads on its left, which the
 attention mask of every later forward must hide. Recurrent states have no length at all.
 """
@@ -77,6 +77,7 @@ def select_rows(cache: Cache, rows: list[int], lengths: list[int]) -> None:
         for store in cache.stores.values():
             for part in store.slots.stores:
                 _trim_slots(part, store.schedule.made(longest))
+            _trim_pending(store, store.schedule.pending_places(longest))
         table = cache.log.table()
         cache.log = _log_of(table[:, table.shape[1] - longest :])
         _set_columns(cache, longest)
@@ -146,6 +147,9 @@ def _or_nothing(
 
 def _join_folded(mine: FoldedLayer, theirs: FoldedLayer) -> None:
     rows = (mine.keys.shape[0], theirs.keys.shape[0])
+    exact = max(mine.exact_places, theirs.exact_places)
+    for layer in (mine, theirs):
+        layer.refit(exact)
     mine.keys, mine.values = _behind(mine.keys, theirs.keys), _behind(mine.values, theirs.values)
     for name, store in mine.stores.items():
         _join_slots(store, theirs.stores[name], rows)
@@ -162,7 +166,7 @@ def _join_slots(mine: SlotStore, theirs: SlotStore, rows: tuple[int, int]) -> No
 def _join_codes(mine: CodeStore, theirs: CodeStore, rows: int, more: int) -> None:
     for name in ("partial", "pending"):
         both = _or_nothing(getattr(mine, name), getattr(theirs, name), (rows, more))
-        setattr(mine, name, None if both is None else torch.cat(both))
+        setattr(mine, name, None if both is None else _behind(*both))
     for part, their_part in zip(mine.slots.stores, theirs.slots.stores, strict=True):
         _join_slots(part, their_part, (rows, more))
 
@@ -183,8 +187,9 @@ def _join_attention(mine: Any, theirs: Any) -> None:
 
 
 def _trim_folded(layer: FoldedLayer, longest: int) -> None:
-    slots = layer.schedule.made(longest)
-    places = layer.schedule.exact_size + rounded(slots)
+    slots, exact = layer.schedule.made(longest), layer.schedule.exact_places(longest)
+    layer.refit(min(layer.exact_places, exact))
+    places = layer.exact_places + rounded(slots)
     if layer.keys.shape[2] > places:
         layer.keys = layer.keys[:, :, :places].clone()
         layer.values = layer.values[:, :, :places].clone()
@@ -197,6 +202,11 @@ def _trim_slots(store: SlotStore, slots: int) -> None:
     for name, tensor in store.tensors().items():
         if tensor.shape[2] > places:
             setattr(store, name, tensor[:, :, :places].clone())
+
+
+def _trim_pending(store: CodeStore, places: int) -> None:
+    if store.pending is not None and store.pending.shape[2] > places:
+        store.pending = store.pending[:, :, :places].clone()
 
 
 def _trim_attention(layer: Any, columns: int) -> None:

@@ -44,6 +44,9 @@ COMPONENTS = (
     "recurrent",
 )
 
+SLIDING_BYTES = torch.long.itemsize
+"""A sliding layer of transformers holds its window's size as a tensor too."""
+
 
 @dataclass(frozen=True)
 class Ledger:
@@ -106,12 +109,13 @@ def _count_layer(counted: dict[str, int], layer: FoldedLayer, rows: Sequence[int
     visible, waiting = _visible_and_waiting(schedule, rows)
     inside = fold.reading == "expanded" and "slot_keys" not in layer.stores
     if layer.is_initialized:
+        anchors = min(schedule.anchors, layer.exact_places)
         for tensor in (layer.keys, layer.values):
             _split(
                 counted,
                 tensor,
-                anchors=schedule.anchors,
-                window=schedule.ring_size,
+                anchors=anchors,
+                window=layer.exact_places - anchors,
                 slots=visible if inside else 0,
                 pending=waiting if inside and fold.expands_early else 0,
             )
@@ -133,18 +137,16 @@ def _count_slots(
 
 
 def _count_plain(counted: dict[str, int], layer: Any) -> None:
-    states = [*_tensors(getattr(layer, "conv_states", None))]
-    states += _tensors(getattr(layer, "recurrent_states", None))
-    counted["recurrent"] += sum(t.untyped_storage().nbytes() for t in states)
-    kept = [*_tensors(getattr(layer, "keys", None)), *_tensors(getattr(layer, "values", None))]
-    counted["plain"] += sum(t.untyped_storage().nbytes() for t in kept)
+    for name, held in vars(layer).items():
+        component = "recurrent" if name in ("conv_states", "recurrent_states") else "plain"
+        counted[component] += sum(t.untyped_storage().nbytes() for t in _tensors(held))
 
 
 def _tensors(held: Any) -> Iterable[Tensor]:
-    """The tensors of an attribute that is a tensor, a dict of them, or nothing."""
+    """The tensors of an attribute that is a tensor, a dict of them, or something else."""
     if isinstance(held, Tensor):
         return [held]
-    return [t for t in held.values() if t is not None] if isinstance(held, dict) else []
+    return [t for t in held.values() if isinstance(t, Tensor)] if isinstance(held, dict) else []
 
 
 def plain_bytes(anatomy: Anatomy, tokens: int, *, batch: int = 1, element_size: int = 2) -> Ledger:
@@ -221,7 +223,10 @@ class _Rows:
 def _predict_plain(
     counted: dict[str, int], layer: LayerAnatomy, tokens: int, batch: int, element_size: int
 ) -> None:
-    kept = tokens if layer.sliding_window is None else min(tokens, layer.sliding_window - 1)
+    kept = tokens
+    if layer.sliding_window is not None:
+        kept = min(tokens, layer.sliding_window - 1)
+        counted["plain"] += SLIDING_BYTES
     counted["plain"] += 2 * layer.kv_width * kept * batch * element_size
     counted["recurrent"] += batch * (
         4 * layer.state_values + element_size * layer.convolution_values
@@ -231,9 +236,10 @@ def _predict_plain(
 def _predict_layer(counted: dict[str, int], fold: FoldedAttention, rows: _Rows) -> None:
     layer, schedule = fold.anatomy, rows.schedule
     token = 2 * layer.kv_width * rows.element_size
-    if rows.tokens:
-        counted["anchors"] += rows.batch * schedule.anchors * token
-        counted["window"] += rows.batch * schedule.ring_size * token
+    exact = schedule.exact_places(rows.tokens)
+    anchors = min(schedule.anchors, exact)
+    counted["anchors"] += rows.batch * anchors * token
+    counted["window"] += rows.batch * (exact - anchors) * token
     stores = FoldedLayer(fold, schedule).stores
     if fold.reading == "expanded" and not stores:
         rows.add_slots(counted, "slots", token, early=fold.expands_early)
@@ -268,8 +274,8 @@ def _predict_codes(
     store = CodeStore(pipeline, rows.schedule, keep=keep, late=late)
     record = rows.batch * pipeline.record_width * rows.element_size
     counted["pending"] += store.partial_size * record
-    if store.late and rows.schedule.made(rows.tokens):
-        waiting = rows.schedule.pending_size * pipeline.depth.code_width
+    if store.late:
+        waiting = rows.schedule.pending_places(rows.tokens) * pipeline.depth.code_width
         counted["pending"] += rows.batch * waiting * rows.element_size
     if keep and store.slots.parts:
         for part, held in zip(store.slots.parts, store.slots.stores, strict=True):

@@ -32,10 +32,10 @@ def visible_columns(step: Step, block: slice) -> slice:
     return slice(max(0, block.start - step.schedule.ring_size), block.stop)
 
 
-def stored_places(step: Step, block: slice) -> slice:
-    """Exact places that some query of the block may see: past the window only the anchors."""
+def stored_places(step: Step, block: slice, exact: int) -> slice:
+    """Those of `exact` places that a query of the block may see: past the window only anchors."""
     beyond = step.folded and block.start - step.most_pads >= step.schedule.ring_size
-    return slice(0, step.schedule.anchors if beyond else step.schedule.exact_size)
+    return slice(0, min(step.schedule.anchors, exact) if beyond else exact)
 
 
 def visible_slots(step: Step, block: slice) -> int:
@@ -46,9 +46,9 @@ def visible_slots(step: Step, block: slice) -> int:
     return max(step.visible(row, step.after[row] - back) for row in step.rows)
 
 
-def stored_mask(step: Step, block: slice, *, written: bool) -> Tensor:
-    """(rows, 1, queries, A + R): anchors up to the query, window from its exact horizon on."""
-    held = step.stored_positions(written=written)[:, None, :]
+def stored_mask(step: Step, block: slice, exact: int, *, written: bool) -> Tensor:
+    """(rows, 1, queries, exact): anchors up to the query, window from its exact horizon on."""
+    held = step.stored_positions(exact, written=written)[:, None, :]
     query = step.positions[:, block, None]
     in_window = held >= step.exact_horizon[:, block, None]
     is_anchor = held < step.schedule.anchors
@@ -79,32 +79,32 @@ def see_something(mask: Tensor, step: Step, block: slice) -> Tensor:
     return mask | ~step.valid[:, None, block, None]
 
 
-def decode_mask(step: Step, slots: int) -> Tensor:
+def decode_mask(step: Step, exact: int, slots: int) -> Tensor:
     """Of one query a row over [exact places | slots]."""
 
     def make() -> Tensor:
         only = slice(0, 1)
-        mask = stored_mask(step, only, written=True)
+        mask = stored_mask(step, only, exact, written=True)
         if slots:
             mask = torch.cat([mask, slot_mask(step, only, range(slots))], dim=-1)
         return see_something(mask, step, only)
 
-    return step.remember(("decode_mask", slots), make)
+    return step.remember(("decode_mask", exact, slots), make)
 
 
-def prefill_mask(step: Step, block: slice, slots: int) -> Tensor:
+def prefill_mask(step: Step, block: slice, exact: int, slots: int) -> Tensor:
     """Of a block of queries over [stored exact places | new columns | slots]."""
 
     def make() -> Tensor:
         masks = [
-            stored_mask(step, block, written=False)[..., stored_places(step, block)],
+            stored_mask(step, block, stored_places(step, block, exact).stop, written=False),
             new_mask(step, block, visible_columns(step, block)),
         ]
         if slots:
             masks.append(slot_mask(step, block, range(slots)))
         return see_something(torch.cat(masks, dim=-1), step, block)
 
-    return step.remember(("prefill_mask", block.start, block.stop, slots), make)
+    return step.remember(("prefill_mask", block.start, block.stop, exact, slots), make)
 
 
 def grouped_mask(
@@ -126,8 +126,8 @@ def grouped_mask(
         elif kind == "new":
             mask = new_mask(step, block, slice(places.start, places.stop))
         else:
-            mask = stored_mask(step, block, written=kind == "written")
-            mask = mask[..., places.start : places.stop]
+            mask = stored_mask(step, block, places.stop, written=kind == "written")
+            mask = mask[..., places.start :]
         return see_something(mask, step, block).repeat(1, 1, repeat, 1)
 
     return step.remember(("grouped", block.start, block.stop, kind, places, repeat), make)

@@ -49,6 +49,6 @@ def expand(layout: Layout, row: int, state: RowState, device: torch.device) -> N
         if places.key not in rotations:
             rotations[places.key] = layout.attachment.rotation_of(places)
         made = fold.unfold(codes, rotations[places.key])
-        shown = slice(schedule.exact_size, schedule.exact_size + count)
+        shown = slice(layer.exact_places, layer.exact_places + count)
         for buffer, slots in zip((layer.keys, layer.values), made, strict=True):
             buffer[row, :, shown] = slots[0]

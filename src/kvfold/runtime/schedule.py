@@ -15,7 +15,8 @@ are made when the query at p runs, and the slot that p lies in as soon as its la
 
 A layer's exact keys live in one buffer: the A anchors first, then a ring of R = W + r - 1 places
 in which position p has place `A + (p - A) mod R`, then (where history is expanded) the slots in
-order. `Step` works out, once per forward and for all layers of one group, what goes where.
+order. Until the ring is full no place is used but the first n, so a long one is allocated as it
+fills. `Step` works out, once per forward and for all layers of one group, what goes where.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+FIRST_PLACES = 256
+"""Places that a ring begins with, where it will ever have as many; they double when full."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class Schedule:
     def exact_size(self) -> int:
         """Places for exact tokens: anchors and ring."""
         return self.anchors + self.ring_size
+
+    def exact_places(self, seen: int) -> int:
+        """Places allocated for exact tokens once the longest row has seen so many tokens."""
+        return _allocated(seen, self.exact_size)
 
     def folded_until(self, seen: int) -> int:
         """b(n): positions below it (and from A on) are history."""
@@ -84,6 +92,20 @@ class Schedule:
     def pending_size(self) -> int:
         """The most slots that are made but not visible yet."""
         return -(-self.window // self.group)
+
+    def pending_places(self, seen: int) -> int:
+        """Places allocated for those once the longest row has seen so many tokens."""
+        return _allocated(self.made(seen), self.pending_size)
+
+
+def _allocated(used: int, most: int) -> int:
+    """Places of a ring of `most` in which so many have been used, the first ones first."""
+    if used == 0:
+        return 0
+    places = FIRST_PLACES
+    while places < used:
+        places *= 2
+    return min(places, most)
 
 
 @dataclass(frozen=True)
@@ -219,13 +241,14 @@ class Step:
         until = self.schedule.skipped_until(seen, self.skipped.exact_from[row])
         return max(slots, (until - self.schedule.anchors) // self.schedule.group)
 
-    def stored_positions(self, *, written: bool) -> Tensor:
-        """Position held by each exact place, -1 if none, (rows, A + R).
+    def stored_positions(self, exact: int, *, written: bool) -> Tensor:
+        """Position held by each exact place, -1 if none, (rows, exact).
 
-        written: after this step's ring write, or before it. Anchors count as written.
+        exact: how many are allocated. written: after this step's ring write, or before it.
+        Anchors count as written.
         """
         a, ring = self.schedule.anchors, self.schedule.ring_size
-        places = torch.arange(a + ring, device=self.device)
+        places = torch.arange(exact, device=self.device)
         after = self._tensor([self.after[row] for row in self.rows])[:, None]
         before = self._tensor([self.before[row] for row in self.rows])[:, None]
         newest = (after if written else before) - 1
@@ -239,6 +262,11 @@ class Step:
         if self.folded:
             return max(self.visible(row, self.after[row]) for row in self.rows)
         return max(self.schedule.slots(self.before[row]) for row in self.rows)
+
+    @cached_property
+    def exact_places(self) -> int:
+        """Exact places that a layer must have in this step."""
+        return self.schedule.exact_places(max(self.after))
 
     @cached_property
     def exits(self) -> list[range]:

@@ -32,6 +32,10 @@ class SlotStore:
         finite, self._finite = self._finite, None
         return finite
 
+    def is_too_large(self) -> bool:
+        """Whether the scale of a slot is more than can be stored; waits for the device."""
+        return self.scales is not None and bool(torch.isinf(self.scales).any())
+
     def write(self, write: Write | None, values: Tensor, needed: int) -> None:
         """Put values (batch, heads, n, width) where `write` says; room for `needed` slots."""
         self.dtype = values.dtype

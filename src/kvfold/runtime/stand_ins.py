@@ -47,7 +47,7 @@ def attention_forward(attachment: Attachment, fold: FoldedAttention) -> Any:
         )
         layer, step = cache.folded_layer(fold.index), cache.step_of(fold.pipeline)
         store = cache.stores.get(id(fold.pipeline))
-        layer.prepare(new.keys, new.values)
+        layer.prepare(step, new.keys, new.values)
         if cache.expands_in_attention(fold):
             cache.expand(layer, attachment.rotary_at)
         mixed = attend(fold, layer, store, step, new, attachment.rotary_at)

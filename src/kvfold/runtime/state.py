@@ -18,9 +18,8 @@ from kvfold.anatomy import LayerAnatomy, linear_attention_module, linear_inputs
 from kvfold.errors import CacheError
 from kvfold.runtime.buffers import rounded
 from kvfold.runtime.codes import CodeStore
-from kvfold.runtime.columns import PAD
 from kvfold.runtime.folded_layer import FoldedLayer
-from kvfold.runtime.remaking import expand, pending_name, refill, slot_names
+from kvfold.runtime.remaking import pending_name, slot_names
 from kvfold.runtime.slots import SlotStore
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where part of a row lies in a buffer (rows, heads, places, width) of a folded cache.
 
     owner, attribute: what holds the buffer. start: its first place; room: places for it.
@@ -152,27 +151,27 @@ class Layout:
         layers = self.attachment.anatomy.layers
         return [layer for layer in layers if layer.index not in self.cache.folded]
 
-    def places(self, seen: int) -> list[_Place]:
+    def places(self, seen: int) -> list[Place]:
         """All parts of the folded layers and of the code stores, also those without a token yet."""
-        found: list[_Place] = []
+        found: list[Place] = []
         for index in sorted(self.cache.folded):
             found += self._of_layer(self.cache.folded_layer(index), seen)
         for number, store in enumerate(self.cache.stores.values()):
             found += self._of_codes(f"codes.{number}", store, seen)
         return found
 
-    def _of_layer(self, layer: FoldedLayer, seen: int) -> Iterator[_Place]:
+    def _of_layer(self, layer: FoldedLayer, seen: int) -> Iterator[Place]:
         fold, schedule = layer.fold, layer.schedule
         heads, head_dim = fold.anatomy.kv_heads, fold.anatomy.head_dim
-        exact, name = schedule.exact_size, f"layers.{fold.index}"
-        kept = Part((heads, min(seen, exact), head_dim), self.dtype)
+        exact, name = layer.exact_places, f"layers.{fold.index}"
+        kept = Part((heads, min(seen, schedule.exact_size), head_dim), self.dtype)
         slots = schedule.made(seen) if fold.expands_early else schedule.slots(seen)
         inside = fold.reading == "expanded" and "slot_keys" not in layer.stores
         for held in ("keys", "values"):
-            yield _Place(f"{name}.{held}", layer, held, kept, 0, exact)
+            yield Place(f"{name}.{held}", layer, held, kept, 0, exact)
             if inside:
                 part = Part((heads, slots, head_dim), self.dtype)
-                yield _Place(f"{name}.slots.{held}", layer, held, part, exact, rounded(slots))
+                yield Place(f"{name}.slots.{held}", layer, held, part, exact, rounded(slots))
         widths = {"rotary": fold.anatomy.rotary_dim, "rho": 1}
         for held, store in layer.stores.items():
             shape = (heads, slots, widths.get(held, head_dim))
@@ -180,18 +179,18 @@ class Layout:
 
     def _of_store(
         self, name: str, store: SlotStore, shape: tuple[int, int, int]
-    ) -> Iterator[_Place]:
+    ) -> Iterator[Place]:
         heads, slots, _ = shape
         room = rounded(slots)
         if store.codec is None:
-            yield _Place(f"{name}.values", store, "values", Part(shape, self.dtype), 0, room)
+            yield Place(f"{name}.values", store, "values", Part(shape, self.dtype), 0, room)
             return
         codes = Part((heads, slots, store.codec.row_bytes), torch.uint8)
-        yield _Place(f"{name}.values", store, "values", codes, 0, room)
+        yield Place(f"{name}.values", store, "values", codes, 0, room)
         scales = Part((heads, slots, 1), torch.float16)
-        yield _Place(f"{name}.scales", store, "scales", scales, 0, room)
+        yield Place(f"{name}.scales", store, "scales", scales, 0, room)
 
-    def _of_codes(self, name: str, store: CodeStore, seen: int) -> Iterator[_Place]:
+    def _of_codes(self, name: str, store: CodeStore, seen: int) -> Iterator[Place]:
         schedule, pipeline = store.schedule, store.pipeline
         made, beyond = schedule.made(seen), max(0, seen - schedule.anchors)
         width = pipeline.depth.code_width
@@ -204,11 +203,11 @@ class Layout:
             yield from self._of_store(f"{name}.slots", store.slots.stores[0], (1, made, width))
         size = store.partial_size
         records = Part((1, min(beyond, size), pipeline.record_width), self.dtype)
-        yield _Place(f"{name}.partial", store, "partial", records, 0, size)
+        yield Place(f"{name}.partial", store, "partial", records, 0, size)
         if store.late:
-            size = schedule.pending_size
-            codes = Part((1, min(made, size), width), self.dtype)
-            yield _Place(f"{name}.pending", store, "pending", codes, 0, size if made else 0)
+            codes = Part((1, min(made, schedule.pending_size), width), self.dtype)
+            room = schedule.pending_places(seen)
+            yield Place(f"{name}.pending", store, "pending", codes, 0, room)
 
     def _unfolded_parts(self, layer: LayerAnatomy, seen: int) -> dict[str, Part]:
         name = f"layers.{layer.index}"
@@ -331,89 +330,3 @@ def _from_unfolded(
     else:
         kept = places.to(held.keys.device)
     return {f"{name}.keys": held.keys[row][:, kept], f"{name}.values": held.values[row][:, kept]}
-
-
-def fill(attachment: Attachment, cache: FoldedCache, states: Sequence[RowState]) -> None:
-    """Put rows into an empty cache; see `Attachment.cache_from`."""
-    layout = Layout(attachment, cache)
-    for state in states:
-        layout.check(state)
-    seen = [state.seen_tokens for state in states]
-    most = max(seen, default=0)
-    if not states:
-        return
-    device = attachment.model.device
-    _fill_folded(layout, states, device)
-    for layer in layout.unfolded():
-        if most:
-            _fill_unfolded(cache.layers[layer.index], layer, states, device)
-    table = torch.full((len(seen), most), PAD, dtype=torch.int32, device=device)
-    for row, state in enumerate(states):
-        table[row, most - seen[row] :] = state.token_ids.to(device)
-    cache.restore(seen, table)
-
-
-def _fill_folded(layout: Layout, states: Sequence[RowState], device: torch.device) -> None:
-    places = [layout.places(state.seen_tokens) for state in states]
-    buffers: dict[tuple[int, str], tuple[_Place, int]] = {}
-    for place in (place for row in places for place in row):
-        key = (id(place.owner), place.attribute)
-        end = place.start + place.room
-        known = buffers.get(key, (place, 0))
-        buffers[key] = (known[0], max(known[1], end))
-    for place, room in buffers.values():
-        if room == 0:
-            continue
-        heads, _, width = place.part.shape
-        shape = (len(states), heads, room, width)
-        made = torch.zeros(shape, dtype=place.part.dtype, device=device)
-        setattr(place.owner, place.attribute, made)
-    for row, (state, row_places) in enumerate(zip(states, places, strict=True)):
-        for place in row_places:
-            if place.is_used and place.name in state.tensors:
-                buffer = getattr(place.owner, place.attribute)
-                place.view(buffer, row).copy_(state.tensors[place.name])
-    for row, state in enumerate(states):
-        refill(layout, row, state)
-        expand(layout, row, state, device)
-    cache = layout.cache
-    stores = [part for store in cache.stores.values() for part in store.slots.stores]
-    for index in cache.folded:
-        layer = cache.folded_layer(index)
-        if layer.keys is not None:
-            layer.adopt(layout.dtype, device)
-        stores += layer.stores.values()
-    for held in stores:
-        held.dtype = layout.dtype
-
-
-def _fill_unfolded(
-    held: Any, layer: LayerAnatomy, states: Sequence[RowState], device: torch.device
-) -> None:
-    """Rows into a layer of transformers' own: aligned to the right, zeros for pads."""
-    name = f"layers.{layer.index}"
-    if layer.kind == "linear_attention":
-        for kind in ("convolution", "recurrent"):
-            like = next(s.tensors[f"{name}.{kind}"] for s in states if s.seen_tokens)
-            rows = [s.tensors.get(f"{name}.{kind}", torch.zeros_like(like)) for s in states]
-            whole = torch.stack([row.to(device) for row in rows])
-            attribute = "conv_states" if kind == "convolution" else "recurrent_states"
-            held.lazy_initialization(**{attribute: whole})
-            getattr(held, attribute)[0].copy_(whole)
-        held.has_previous_state[0] = True
-        return
-    most = max(state.seen_tokens for state in states)
-    made = []
-    for kind in ("keys", "values"):
-        like = next(s.tensors[f"{name}.{kind}"] for s in states if s.seen_tokens)
-        shape = (len(states), layer.kv_heads, kept_tokens(layer, most), layer.head_dim)
-        whole = torch.zeros(shape, dtype=like.dtype, device=device)
-        for row, state in enumerate(states):
-            own = state.tensors.get(f"{name}.{kind}")
-            if own is not None and own.shape[1]:
-                whole[row, :, -own.shape[1] :] = own.to(device)
-        made.append(whole)
-    held.lazy_initialization(*made)
-    held.keys, held.values = made
-    if layer.sliding_window is not None:
-        held.cumulative_length = most

@@ -74,7 +74,7 @@ def _add_exact(
     decoding: bool,
 ) -> None:
     """The exact part of a query block: stored places and, unless decoding, new columns."""
-    stored = stored_places(step, block)
+    stored = stored_places(step, block, layer.exact_places)
     kind: MaskKind = "written" if decoding else "stored"
     parts = [(kind, stored, layer.keys[:, :, stored], layer.values[:, :, stored])]
     if not decoding:

@@ -21,7 +21,7 @@ import yaml
 
 from kvfold.budget import history_bytes, plain_history_bytes
 from kvfold.describe import describe
-from kvfold.models import DEFAULT_MODEL, hub_id_of
+from kvfold.models import hub_id_of, own_name
 from kvfold.store.addon import AddOn
 
 CARD_FILE = "README.md"
@@ -82,7 +82,7 @@ def card(addon: AddOn, *, licence: str | None = None, plot_file: str | None = No
     recipe = report["recipe"]
     base = str(recipe["model"])
     picture = [f"![Quality against bytes]({plot_file})"] if plot_file else []
-    used = USE.format(model=json.dumps(_load_name(base)), folder=json.dumps("."))
+    used = USE.format(model=json.dumps(own_name(base) or base), folder=json.dumps("."))
     parts = [
         _front_matter(base, licence),
         MARKER,
@@ -137,15 +137,10 @@ def fenced(text: str, language: str) -> str:
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
 
-def _load_name(model: str) -> str:
-    """What `kvfold.load` calls the recipe's model."""
-    return DEFAULT_MODEL if model == "default" else model
-
-
 def _front_matter(base: str, licence: str | None) -> str:
     """What the hub reads: the base only where it came from there, not from a folder."""
     data: dict[str, Any] = {"library_name": "kvfold", "tags": ["kvfold", "kv-cache"]}
-    hub_id = hub_id_of(_load_name(base))
+    hub_id = hub_id_of(base)
     if hub_id is not None:
         data["base_model"] = hub_id
     if licence is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -10,7 +11,7 @@ import pytest
 
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.cost import CostSettings, write_cost
-from kvfold.evaluation.page.charts import nice_steps, pareto_front, quality_plot
+from kvfold.evaluation.page.charts import DOT, apart, nice_steps, pareto_front, quality_plot
 from kvfold.evaluation.page.html import render_page
 from kvfold.evaluation.page.markdown import render_markdown
 from kvfold.evaluation.page.runs import leaves, read_run
@@ -170,12 +171,22 @@ def test_the_front_is_what_nothing_smaller_beats():
     assert pareto_front(points, up=False) == ["d", "c"]
 
 
+def test_dots_of_one_size_do_not_cover_each_other():
+    places = {str(n): (300.0, 100.0 + n) for n in range(6)} | {"alone": (100.0, 100.0)}
+    found = apart(places)
+    assert found["0"] == 300.0 and found["alone"] == 100.0
+    middles = [(found[name], y) for name, (_, y) in places.items()]
+    for n, one in enumerate(middles):
+        assert all(math.dist(one, other) >= DOT for other in middles[:n])
+        assert 54 <= one[0] <= 368
+
+
 def test_dots_stand_within_the_picture_and_better_is_told():
     figure = {"value": 0.5, "interval": [0.4, 0.6], "kind": "accuracy", "better": "higher"}
     figures = {PLAIN: figure, "a": {**figure, "value": 0.45}}
     for sizes in ({PLAIN: 1e9, "a": 3.0}, {PLAIN: 5.0, "a": 5.0}, {PLAIN: 0.0, "a": 0.0}):
         plot = quality_plot("t", figures, sizes, 1024, {PLAIN: 0, "a": 1})
-        assert all(54 <= dot.x <= 368 and 14 <= dot.y <= 226 for dot in plot.dots)
+        assert all(54 <= dot.shown_x <= 368 and 14 <= dot.y <= 226 for dot in plot.dots)
         assert plot.x_ticks or sizes["a"] == 0
         assert plot.dots[0].y < plot.dots[1].y
         assert plot.note == "higher is better"

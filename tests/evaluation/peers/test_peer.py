@@ -72,7 +72,7 @@ def test_what_a_peer_is_not_asked_is_told_with_the_reason(finished):
     assert "no later turn" in made["unanswered"]["plain"]["turns"]
     run = read_run(folder)
     page, markdown = render_page([run]), render_markdown([run])
-    assert "plain was not asked turns" in page and "plain was not asked turns" in markdown
+    assert "plain: not asked turns" in page and "plain: not asked turns" in markdown
     assert ("turns", "recalled") in run.headlines()
 
 

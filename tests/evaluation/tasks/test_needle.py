@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from kvfold.errors import EvaluationError
+from kvfold.evaluation.metrics import task_figures
+from kvfold.evaluation.runner import PLAIN
+from kvfold.evaluation.share import wilson
 from kvfold.evaluation.tasks.needle import DEPTHS, EACH, find_needles, make, needles
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Subject
@@ -70,6 +73,8 @@ def test_the_grid_says_where_each_needle_stood(data: Any, characters: Any, scrip
     for answer, item in zip(found, task.items(), strict=True):
         assert answer.scores["accuracy"] is (item["depth"] < 0.7)
         assert (answer.said["depth"], answer.said["length"]) == (item["depth"], item["length"])
-    summary = task.summary(found)
-    assert summary["accuracy/length 128"] == summary["accuracy/length 160"] == 0.6
-    assert [summary[f"accuracy/depth {depth}"] for depth in DEPTHS] == [1, 1, 1, 0, 0]
+    figures = task_figures(task, {PLAIN: found}, seed=0)[PLAIN]
+    assert figures["accuracy/length 128"].value == figures["accuracy/length 160"].value == 0.6
+    by_depth = [figures[f"accuracy/depth {depth}"] for depth in DEPTHS]
+    assert [figure.value for figure in by_depth] == [1, 1, 1, 0, 0]
+    assert by_depth[0].interval == pytest.approx(wilson(1.0, 2 * EACH))

@@ -8,6 +8,8 @@ import re
 import pytest
 
 from kvfold.errors import EvaluationError
+from kvfold.evaluation.metrics import task_figures
+from kvfold.evaluation.runner import PLAIN
 from kvfold.evaluation.tasks import ruler
 from kvfold.evaluation.tasks.files import data_file
 from kvfold.evaluation.tasks.ruler_prompts import (
@@ -111,8 +113,9 @@ def test_what_is_said_is_scored_by_kind(data, characters, scripted, kept, score)
         known[tuple(item["ids"])] = characters(f" {', '.join(right)}.").input_ids
     found = task.answers(Subject("script", scripted(known), characters), multiple)
     assert [answer.scores["score"] for answer in found] == [score] * len(multiple)
-    assert task.summary(found)["score/kind niah_multivalue"] == score
-    assert task.summary(found)["score/kind common_words/length 720"] == score
+    figures = task_figures(task, {PLAIN: found}, seed=0)[PLAIN]
+    assert figures["score/kind niah_multivalue"].value == score
+    assert figures["score/kind common_words/length 720"].value == score
     silent = task.answers(Subject("silent", scripted({}), characters), multiple)
     assert {answer.scores["score"] for answer in silent} == {0.0}
 

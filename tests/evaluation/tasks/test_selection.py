@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.evaluation.tasks.selection import digest, in_batches, means_by, selected
+from kvfold.evaluation.tasks.selection import digest, in_batches, selected
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer
 
@@ -41,13 +41,3 @@ def test_a_digest_tells_items_apart():
     items = [{"id": "a", "ids": [1, 2]}]
     assert digest(items) == digest([{"ids": [1, 2], "id": "a"}])
     assert digest(items) != digest([{"id": "a", "ids": [1, 3]}])
-
-
-def test_means_are_by_what_answers_say_of_themselves():
-    said = [({"kind": "a", "length": 2}, True), ({"kind": "a", "length": 4}, False)]
-    answers = [Answer(str(n), of, {"right": right}) for n, (of, right) in enumerate(said)]
-    assert means_by(answers, "right", "kind") == {"right/kind a": 0.5}
-    assert means_by(answers, "right", "kind", "length") == {
-        "right/kind a/length 2": 1.0,
-        "right/kind a/length 4": 0.0,
-    }

@@ -10,6 +10,8 @@ import torch
 from kvfold import attach
 from kvfold.anatomy import anatomy
 from kvfold.errors import EvaluationError
+from kvfold.evaluation.metrics import task_figures
+from kvfold.evaluation.runner import PLAIN
 from kvfold.evaluation.tasks.task import Subject
 from kvfold.plan import Plan
 from kvfold.presets import preset
@@ -72,8 +74,8 @@ def test_an_answer_does_not_depend_on_the_items_beside_it(any_task, endless, cha
     together = answers(task, model, characters)
     assert_same(together, alone)
     found = task.summary(together)
-    assert found
     assert all(isinstance(value, float) and abs(value) < 1e9 for value in found.values())
+    assert any("/" in name for name in task_figures(task, {PLAIN: together}, seed=0)[PLAIN])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])

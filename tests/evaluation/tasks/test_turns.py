@@ -7,6 +7,8 @@ import torch
 
 from kvfold import attach
 from kvfold.errors import EvaluationError
+from kvfold.evaluation.metrics import task_figures
+from kvfold.evaluation.runner import PLAIN
 from kvfold.evaluation.tasks import turns
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Subject
@@ -54,9 +56,13 @@ def test_right_answers_are_right_and_wrong_ones_wrong(task, characters, scripted
         assert answer.scores["recalled"] == [True, True, False, True, True]
         assert answer.scores["same_text"] is True
         assert answer.scores["agreed_tokens"] == turns.NEW_TOKENS
-    summary = task.summary(found)
-    assert summary["recalled/turn 3"] == 0.0
-    assert summary["recalled/turn 4"] == 1.0
+        assert answer.scores["recalled/turn 3"] == [False]
+        assert answer.scores["recalled/turn 4"] == [True]
+        ago = [v for n, v in answer.scores.items() if n.endswith("turns ago")]
+        assert sum(map(len, ago)) == 5 and sum(map(sum, ago)) == 4
+    figures = task_figures(task, {PLAIN: found}, seed=0)[PLAIN]
+    assert figures["recalled/turn 3"].count == 3
+    assert all(f.count for name, f in figures.items() if name.endswith("ago"))
 
 
 def test_another_text_at_once_is_told_by_where_it_differs(task, characters, scripted):

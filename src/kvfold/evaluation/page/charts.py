@@ -14,6 +14,9 @@ from kvfold.evaluation.page.words import bytes_text, value_text
 
 WIDTH, HEIGHT = 380.0, 270.0
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 368.0, 14.0, 226.0
+DOT = 15.0
+"""How far apart dots stand at least: nearly their width."""
+
 LOGARITHMIC_FROM = 4.0
 """Times that the largest size is the smallest, from which sizes stand on a logarithmic axis."""
 
@@ -28,11 +31,15 @@ class Tick:
 
 @dataclass(frozen=True)
 class Dot:
-    """One subject on a plot. number: in the legend; low, high: ends of its interval."""
+    """One subject on a plot. number: in the legend; low, high: ends of its interval.
+
+    x: of its size; shown_x: beside that, where another dot would cover it.
+    """
 
     number: int
     name: str
     x: float
+    shown_x: float
     y: float
     low: float
     high: float
@@ -97,11 +104,13 @@ def quality_plot(
     front = pareto_front(
         {name: (sizes[name], figure["value"]) for name, figure in figures.items()}, up=up
     )
+    shown = apart({name: (x_of(sizes[name]), y_of(f["value"])) for name, f in figures.items()})
     dots = tuple(
         Dot(
             numbers[name],
             name,
             x_of(sizes[name]),
+            shown[name],
             y_of(figure["value"]),
             y_of(ends[name][0]),
             y_of(ends[name][1]),
@@ -134,6 +143,24 @@ def pareto_front(points: Mapping[str, tuple[float, float]], *, up: bool) -> list
         if sign * points[name][1] < best:
             best = sign * points[name][1]
             found.append(name)
+    return found
+
+
+def apart(places: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Where each dot stands across, so that none covers another: at its place or beside it.
+
+    places: across and down, by name; the first have the first choice.
+    """
+    found: dict[str, float] = {}
+    for name, (x, y) in places.items():
+        steps = (side * step * DOT for step in range(len(places)) for side in (1, -1))
+        tries = [x + step for step in steps if LEFT + DOT / 2 <= x + step <= RIGHT - DOT / 2]
+        free = (
+            at
+            for at in tries
+            if all(math.hypot(at - found[o], y - places[o][1]) >= DOT for o in found)
+        )
+        found[name] = round(next(free, x), 1)
     return found
 
 

@@ -12,8 +12,13 @@ from typing import Any
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.cost import COST_FILE
 from kvfold.evaluation.metrics import FORMAT
-from kvfold.evaluation.peers.peer import NOTES
-from kvfold.evaluation.predictions import PREDICTIONS, safe_name
+from kvfold.evaluation.page.notes import notes_of
+from kvfold.evaluation.predictions import (
+    PREDICTIONS,
+    description_path,
+    read_description,
+    safe_name,
+)
 from kvfold.evaluation.report import read_json
 from kvfold.evaluation.run_file import RUN_FILE
 from kvfold.evaluation.suite import METRICS_FILE
@@ -36,7 +41,8 @@ class Cell:
 class Run:
     """One run folder. cost is empty where no cost was measured.
 
-    needles: cells by subject, of the task `needle`.
+    needles: cells by subject, of the task `needle`. described: what lies beside the answers of
+    each subject to each task.
     """
 
     folder: Path
@@ -44,6 +50,7 @@ class Run:
     metrics: Mapping[str, Any]
     cost: Mapping[str, Any]
     needles: Mapping[str, tuple[Cell, ...]]
+    described: Mapping[tuple[str, str], Mapping[str, Any]]
 
     @property
     def title(self) -> str:
@@ -117,15 +124,8 @@ class Run:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What can't be compared, where other projects' methods are among the subjects."""
-        if not self.metrics.get("peers"):
-            return ()
-        unasked = (
-            f"{name} was not asked {task}: {reason}."
-            for name, tasks in self.metrics["unanswered"].items()
-            for task, reason in tasks.items()
-        )
-        return (*NOTES, *unasked)
+        """What a reader must know before figures are compared."""
+        return notes_of(self)
 
     def _all_have(self, task: str, metric: str) -> bool:
         """Whether every subject that was asked the task has this figure."""
@@ -156,6 +156,12 @@ def read_run(folder: Path) -> Run:
         metrics=metrics,
         cost=read_json(cost) if cost.exists() else {},
         needles={name: cells for name in subjects if (cells := tuple(_cells(folder, name)))},
+        described={
+            (name, task): read_description(path)
+            for name in metrics["subjects"]
+            for task in metrics["tasks"]
+            if (path := description_path(folder, name, task)).exists()
+        },
     )
 
 

@@ -7,12 +7,9 @@ What is wrong with a file is told with its name and line: people bring their own
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.tasks.settings import TaskSettings
@@ -94,34 +91,3 @@ def lines_of(file: DataFile) -> list[tuple[int, str]]:
     """Lines that are not blank, each with its number from 1."""
     lines = enumerate(file.text.split("\n"), start=1)
     return [(number, line) for number, line in lines if line.strip()]
-
-
-def records_of(file: DataFile, fields: Mapping[str, type]) -> list[tuple[str, dict[str, Any]]]:
-    """The records of a JSON-lines file, each an object with these fields of these types.
-
-    Each comes with its place, `file:line`, for messages.
-
-    Raises `EvaluationError` naming file and line for any that is not.
-    """
-    found = []
-    for number, line in lines_of(file):
-        where = f"{file.path}:{number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise EvaluationError(
-                f"each line must be a JSON object; {where} is not ({error}); correct the line"
-            ) from None
-        if not isinstance(record, dict):
-            raise EvaluationError(
-                f"each line must be a JSON object; {where} is a {type(record).__name__}; correct "
-                "the line"
-            )
-        for field, kind in fields.items():
-            if not isinstance(record.get(field), kind) or not record[field]:
-                raise EvaluationError(
-                    f"each record must have {field!r}, a {kind.__name__} that is not empty; "
-                    f"{where} has {record.get(field)!r}; correct the line"
-                )
-        found.append((where, record))
-    return found

@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvfold.evaluation.records import read_records
-from kvfold.evaluation.tasks.harness import HarnessTask, data_file, require_harness
+from kvfold.evaluation.tasks.harness import HarnessTask, data_files, require_harness
 from kvfold.evaluation.tasks.settings import TaskSettings
 
 
 def gsm8k(
     settings: TaskSettings, *, chat_template: bool = False, max_gen_toks: int | None = None
 ) -> HarnessTask:
-    """The task on `gsm8k/test.jsonl`, its examples from `train.jsonl`.
+    """The task on `gsm8k/test.jsonl`, its examples from `train.jsonl`, or on the hub's records.
 
     Raises `EvaluationError` naming a bad line.
     """
-    files = {n: data_file(settings, "gsm8k", "gsm8k", f"{n}.jsonl") for n in ("train", "test")}
+    files = data_files(settings, {n: f"gsm8k/{n}.jsonl" for n in ("train", "test")})
     fields = {"question": str, "answer": str}
     splits = {
         name: read_records(path, fields, what="question", complaint=_lacks_a_number)
@@ -38,7 +38,7 @@ def gsm8k(
         chosen=settings,
         chunk=settings.batch,
         chat_template=chat_template,
-        max_gen_toks=max_gen_toks,
+        max_gen_toks=settings.answer_tokens if max_gen_toks is None else max_gen_toks,
     )
 
 

@@ -1,7 +1,8 @@
 """Tasks of lm-eval as tasks of the suite: on local files, otherwise the harness's own to the last.
 
 Prompts, few-shot examples, filters and scores are what lm-eval's task of that name makes of the
-records; only where the records come from is ours. The first items of a file are taken for a
+records; only where the records come from is ours. Where no data folder is named they are the hub's,
+by lm-eval's own loading. The first items of a file are taken for a
 fraction or a limit, as `lm_eval --limit` does, so that its figures are on the same items. Rows
 that are padded together may round differently from single ones, so a run with batch=1 is the one
 that equals lm-eval's default to the bit.
@@ -12,9 +13,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +42,8 @@ class HarnessTask:
     """One task of lm-eval on local records.
 
     name: as on the command line. task: what lm-eval calls it, in the folder of its tasks `folder`.
-    splits: checked records. files: where they came from, by name. chunk: items answered together.
+    splits: checked records, none for the hub's. files: where they came from, by name. chunk: items
+    answered together.
     chat_template: wrap prompts as lm-eval does with --apply_chat_template; needs a tokenizer in the
     settings. max_gen_toks: most new tokens of an answer, the task's own by default. scoring: what
     to hold while answers are scored.
@@ -56,6 +59,7 @@ class HarnessTask:
     chat_template: bool = False
     max_gen_toks: int | None = None
     not_for_peers: str | None = None
+    parts: Sequence[tuple[str, ...]] = ()
     scoring: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
     def __post_init__(self) -> None:
@@ -67,7 +71,7 @@ class HarnessTask:
         if self.max_gen_toks is not None and self.max_gen_toks < 1:
             raise EvaluationError(f"max_gen_toks must be at least 1; got {self.max_gen_toks}")
         shots, examples = self.harness.config.num_fewshot or 0, self.splits.get("train", ())
-        if shots > len(examples):
+        if self.splits and shots > len(examples):
             raise EvaluationError(
                 f"{self.files['train']} must have at least {shots} records, which {self.name} "
                 f"draws examples from; got {len(examples)}"
@@ -78,21 +82,43 @@ class HarnessTask:
         """lm-eval's own task, with our records in it."""
         import lm_eval.tasks
 
-        changes: dict[str, Any] = {"task": self.task, "custom_dataset": self._dataset}
+        changes: dict[str, Any] = {"task": self.task}
+        if self.splits:
+            changes["custom_dataset"] = self._dataset
         folder = Path(lm_eval.tasks.__file__).parent / self.folder
-        with without_hints("lm_eval"):
+        with without_hints("lm_eval"), self._from_hub():
             manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
             found = manager.load({"group": self.name, "task": [changes]})["tasks"][self.task]
         if self.max_gen_toks is not None:
             found.set_config("generation_kwargs", {"max_gen_toks": self.max_gen_toks}, update=True)
         return found
 
+    @contextmanager
+    def _from_hub(self) -> Iterator[None]:
+        """Say what to do where the hub's records are wanted and can't be had."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if self.splits:
+                raise
+            raise EvaluationError(
+                f"the task {self.name} reads a data folder, or else the hub, which gave nothing "
+                f"({error}); name a folder with --data FOLDER or {DATA_VARIABLE}"
+            ) from error
+
     def settings(self) -> Mapping[str, Any]:
-        """What items, prompts and scores depend on, with digests of the data files."""
+        """What items, prompts and scores depend on, with digests of the data files.
+
+        Of the hub's records, a digest of those that are asked.
+        """
         import lm_eval
         from lm_eval.defaults import DEFAULT_OTHER_SEED
 
         template = self.chosen.tokenizer.chat_template if self.chat_template else None
+        records: dict[str, Any] = {n: file_digest(path) for n, path in self.files.items()}
+        if not self.splits:
+            asked = json.dumps(self._items, sort_keys=True, default=str)
+            records = {"hub": self.harness.config.dataset_path, "asked": _digest(asked)}
         return {
             "harness": f"lm-eval {lm_eval.__version__}",
             "task": self.task,
@@ -100,8 +126,9 @@ class HarnessTask:
             "shots": self.harness.config.num_fewshot or 0,
             "shots_seed": DEFAULT_OTHER_SEED,
             "generation": _plain(self.harness.config.generation_kwargs),
+            "answers_cut_at": self.max_gen_toks,
             "chat_template": None if template is None else _digest(repr(template)),
-            "files": {name: file_digest(path) for name, path in self.files.items()},
+            "files": records,
             "items": self._count,
             "batch": self.chosen.batch,
         }
@@ -109,7 +136,7 @@ class HarnessTask:
     @property
     def _count(self) -> int:
         """How many items: the first, as `lm_eval --limit` counts them."""
-        total = len(self.splits[self.harness.config.test_split])
+        total = len(self.harness.eval_docs)
         whole = total if self.chosen.limit is None else min(total, self.chosen.limit)
         return math.ceil(whole * self.chosen.fraction)
 
@@ -221,15 +248,13 @@ class HarnessTask:
         return text
 
 
-def data_file(settings: TaskSettings, name: str, *parts: str) -> Path:
-    """A file of the data folder; raises `EvaluationError` where no folder was named."""
+def data_files(settings: TaskSettings, files: Mapping[str, str]) -> dict[str, Path]:
+    """Files of the data folder, by split; none where no folder was named: then it is the hub's.
+
+    files: their places in the folder, by split.
+    """
     folder = named_data(settings)
-    if folder is None:
-        raise EvaluationError(
-            f"the task {name} reads {'/'.join(parts)} of a data folder; none was named; name one "
-            f"with --data FOLDER or {DATA_VARIABLE}"
-        )
-    return folder.joinpath(*parts)
+    return {} if folder is None else {split: folder / file for split, file in files.items()}
 
 
 def require_harness() -> None:

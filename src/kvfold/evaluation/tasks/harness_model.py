@@ -84,7 +84,7 @@ class KvfoldLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
         changes = {key: options.pop(key, None) for key in PLAN_KEYS}
         _check_options(options, changes, addon)
         if isinstance(pretrained, str | Path):
-            pretrained, own = load(pretrained, dtype=_dtype(dtype), device=device)
+            pretrained, own = load(pretrained, dtype=_dtype(dtype), device=_device(device))
             tokenizer = own if tokenizer is None else tokenizer
         elif tokenizer is None:
             raise EvaluationError("a model that is loaded already needs its tokenizer beside it")
@@ -177,6 +177,16 @@ def _check_options(options: dict[str, Any], changes: dict[str, Any], addon: str 
         raise EvaluationError(
             f"{', '.join(given)} change an add-on's plan; name the add-on as well, or leave out"
         )
+
+
+def _device(name: str | None) -> str | None:
+    """The device to load on, None for what is there.
+
+    lm-eval's command line names cuda:0 where nobody has named any; its own models take what is
+    there then, and so does this one.
+    """
+    named_cuda = name is not None and name.startswith("cuda")
+    return None if named_cuda and not torch.cuda.is_available() else name
 
 
 def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:

@@ -14,6 +14,7 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
 
 from kvfold.evaluation.continuation import continuation_logits
+from kvfold.evaluation.continuation_scores import judged
 from kvfold.evaluation.greedy import end_tokens, read
 from kvfold.evaluation.peers.model import PeerModel
 from kvfold.evaluation.tasks.harness_model import KvfoldLM, Request
@@ -69,9 +70,7 @@ class PeerLM(KvfoldLM):
 
     def _score(self, context: Any, continuation: Any) -> tuple[float, bool]:
         ids = torch.tensor([[*context, *continuation]])
-        targets = ids[0, len(context) :]
         pieces = continuation_logits(self.peer, ids, len(context))
         logits = torch.cat([piece[0] for piece in pieces]).cpu()
-        told = logits.log_softmax(-1, dtype=self.softmax_dtype)
-        chosen = told.gather(-1, targets[:, None])[:, 0]
-        return float(chosen.sum()), bool((logits.argmax(dim=-1) == targets).all())
+        chosen, greedy = judged(logits, ids[0, len(context) :], self.softmax_dtype)
+        return float(chosen.sum()), bool(greedy.all())

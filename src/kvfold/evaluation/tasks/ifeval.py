@@ -13,7 +13,7 @@ from typing import Any
 
 from kvfold.errors import EvaluationError, MissingExtraError
 from kvfold.evaluation.records import read_records
-from kvfold.evaluation.tasks.harness import HarnessTask, data_file, require_harness
+from kvfold.evaluation.tasks.harness import HarnessTask, data_files, require_harness
 from kvfold.evaluation.tasks.sentence_model import require_sentence_model
 from kvfold.evaluation.tasks.settings import TaskSettings
 
@@ -23,13 +23,16 @@ FIELDS = {"key": int, "prompt": str, "instruction_id_list": list, "kwargs": list
 def ifeval(
     settings: TaskSettings, *, chat_template: bool = False, max_gen_toks: int | None = None
 ) -> HarnessTask:
-    """The task on `ifeval/input_data.jsonl`.
+    """The task on `ifeval/input_data.jsonl`, or on the hub's records.
 
     Raises `EvaluationError` naming a line that is bad or whose instructions the scorer does not
     know, and `MissingExtraError` where the scorer lacks something.
     """
-    path = data_file(settings, "ifeval", "ifeval", "input_data.jsonl")
-    records = read_records(path, FIELDS, what="prompt", complaint=_wrong_instructions)
+    files = data_files(settings, {"train": "ifeval/input_data.jsonl"})
+    splits = {
+        name: read_records(path, FIELDS, what="prompt", complaint=_wrong_instructions)
+        for name, path in files.items()
+    }
     require_harness()
     require_sentence_model()
     _require_scorer()
@@ -37,16 +40,17 @@ def ifeval(
         name="ifeval",
         task="ifeval",
         folder="ifeval",
-        splits={"train": records},
-        files={"train": path},
+        splits=splits,
+        files=files,
         chosen=settings,
         chunk=settings.batch,
         chat_template=chat_template,
-        max_gen_toks=max_gen_toks,
+        max_gen_toks=settings.answer_tokens if max_gen_toks is None else max_gen_toks,
         scoring=without_chance,
     )
     with without_chance():
-        for record, doc in zip(records, task.harness.eval_docs, strict=True):
+        records = splits.get("train", ())
+        for record, doc in zip(records, task.harness.eval_docs if records else (), strict=True):
             _check_scorable(task, record.where, doc)
     return task
 

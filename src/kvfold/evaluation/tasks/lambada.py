@@ -7,7 +7,7 @@ last words, not of tokens.
 from __future__ import annotations
 
 from kvfold.evaluation.lambada import read_passage_records
-from kvfold.evaluation.tasks.harness import HarnessTask, data_file, require_harness
+from kvfold.evaluation.tasks.harness import HarnessTask, data_files, require_harness
 from kvfold.evaluation.tasks.settings import TaskSettings
 
 BATCHES_OF_A_CHUNK = 8
@@ -15,16 +15,19 @@ BATCHES_OF_A_CHUNK = 8
 
 
 def lambada(settings: TaskSettings, *, chat_template: bool = False) -> HarnessTask:
-    """The task on `lambada/lambada_test.jsonl`; raises `EvaluationError` naming a bad line."""
-    path = data_file(settings, "lambada", "lambada", "lambada_test.jsonl")
-    records = read_passage_records(path)
+    """The task on `lambada/lambada_test.jsonl`, or on the hub's records.
+
+    Raises `EvaluationError` naming a bad line.
+    """
+    files = data_files(settings, {"test": "lambada/lambada_test.jsonl"})
+    splits = {name: read_passage_records(path) for name, path in files.items()}
     require_harness()
     return HarnessTask(
         name="lambada",
         task="lambada_openai",
         folder="lambada",
-        splits={"test": records},
-        files={"test": path},
+        splits=splits,
+        files=files,
         chosen=settings,
         chunk=settings.batch * BATCHES_OF_A_CHUNK,
         chat_template=chat_template,

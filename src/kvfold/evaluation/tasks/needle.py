@@ -9,7 +9,7 @@ task `needle` asks for some at every depth and length of a grid.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from kvfold.evaluation.tasks.selection import (
     QUESTION,
     SelectedItems,
     in_batches,
-    means_by,
     questions,
 )
 from kvfold.evaluation.tasks.settings import TaskSettings
@@ -139,6 +138,7 @@ class NeedleTask(SelectedItems):
     """The grid of depths and lengths in one book; see the module."""
 
     name = "needle"
+    parts = (("length",), ("depth",))
 
     def __init__(self, chosen: NeedleSettings, book: DataFile, of_all: TaskSettings) -> None:
         self.chosen = chosen
@@ -173,11 +173,6 @@ class NeedleTask(SelectedItems):
             return [_answer(item, text) for item, text in zip(alike, told, strict=True)]
 
         return in_batches(items, self.batch, lambda item: item["length"], answer)
-
-    def summary(self, answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Shares of right answers at each length and each depth: `accuracy/length 512`."""
-        by_depth = means_by(answers, "accuracy", "depth")
-        return {**means_by(answers, "accuracy", "length"), **dict(sorted(by_depth.items()))}
 
 
 def make(settings: TaskSettings) -> NeedleTask:

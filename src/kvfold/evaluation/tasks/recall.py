@@ -7,7 +7,7 @@ The task `recall` asks for facts of every kind at several lengths of a document.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.greedy import read, speak
 from kvfold.evaluation.share import Share
-from kvfold.evaluation.tasks.selection import SelectedItems, in_batches, means_by
+from kvfold.evaluation.tasks.selection import SelectedItems, in_batches
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
 from kvfold.evaluation.tasks.texts import require_tokenizer, speaks_tiny_language
@@ -140,6 +140,7 @@ class RecallTask(SelectedItems):
     """Questions of every kind at several lengths; see the module."""
 
     name = "recall"
+    parts = (("length",), ("kind",))
 
     def __init__(self, chosen: RecallSettings, of_all: TaskSettings) -> None:
         self.chosen = chosen
@@ -165,13 +166,6 @@ class RecallTask(SelectedItems):
             return item["length"], len(item["answer"])
 
         return in_batches(items, self.batch, like, answer)
-
-    def summary(self, answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Shares of right answers by length and by kind: `accuracy/length 512`."""
-        return {
-            **means_by(answers, "accuracy", "length"),
-            **means_by(answers, "accuracy", "kind"),
-        }
 
 
 def make(settings: TaskSettings) -> RecallTask:

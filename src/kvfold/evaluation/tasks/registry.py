@@ -31,6 +31,8 @@ MAKERS: Mapping[str, str] = MappingProxyType(
         "fidelity": f"{_HERE}.fidelity:make",
     }
 )
+MAY_BE_CUT = ("gsm8k", "ifeval")
+"""Tasks whose answers may end earlier than their own settings have it."""
 
 
 def task_names() -> tuple[str, ...]:
@@ -50,11 +52,15 @@ def make_task(name: str, settings: TaskSettings) -> Task:
 
 
 def make_tasks(
-    names: Sequence[str], settings: TaskSettings, limits: Mapping[str, int] | None = None
+    names: Sequence[str],
+    settings: TaskSettings,
+    limits: Mapping[str, int] | None = None,
+    answer_tokens: Mapping[str, int] | None = None,
 ) -> list[Task]:
     """All of these tasks, in order; names are checked before any task reads its data.
 
-    limits: items at most of single tasks, in place of the settings' own limit.
+    limits: items at most of single tasks, in place of the settings' own limit. answer_tokens: most
+    new tokens of an answer, of tasks in `MAY_BE_CUT`.
     """
     check_known(names)
     of_one = limits or {}
@@ -64,8 +70,19 @@ def make_tasks(
             f"a limit is of a task that is asked, {', '.join(names)}; got one of "
             f"{', '.join(others)}; name the task as well, or leave its limit out"
         )
+    cut = answer_tokens or {}
+    wrong = sorted(set(cut) - (set(names) & set(MAY_BE_CUT)))
+    if wrong:
+        raise EvaluationError(
+            f"only answers to {', '.join(MAY_BE_CUT)} have a number of tokens that can be chosen, "
+            f"where they are asked; got one for {', '.join(wrong)}; leave it out"
+        )
     return [
-        make_task(name, replace(settings, limit=of_one.get(name, settings.limit))) for name in names
+        make_task(
+            name,
+            replace(settings, limit=of_one.get(name, settings.limit), answer_tokens=cut.get(name)),
+        )
+        for name in names
     ]
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.greedy import says
-from kvfold.evaluation.tasks.files import data_file, records_of
+from kvfold.evaluation.records import read_records
+from kvfold.evaluation.tasks.files import data_file
 from kvfold.evaluation.tasks.ruler_prompts import (
     KINDS,
     SPARE_TOKENS,
@@ -27,7 +28,6 @@ from kvfold.evaluation.tasks.selection import (
     QUESTION,
     SelectedItems,
     in_batches,
-    means_by,
     questions,
     selected,
 )
@@ -59,6 +59,8 @@ class RulerTask(SelectedItems):
     question.
     """
 
+    parts = (("kind",), ("length",), ("kind", "length"))
+
     def __init__(
         self,
         name: str,
@@ -82,12 +84,6 @@ class RulerTask(SelectedItems):
             return len(item["ids"]), item["new_tokens"]
 
         return in_batches(items, self.batch, like, answer)
-
-    def summary(self, answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Mean scores by kind, by length, and by both: `score/kind niah_single/length 512`."""
-        ways = (("kind",), ("length",), ("kind", "length"))
-        groups = [means_by(answers, "score", *parts) for parts in ways]
-        return {name: value for group in groups for name, value in group.items()}
 
 
 def make(settings: TaskSettings) -> RulerTask:
@@ -119,22 +115,17 @@ def make_from_file(settings: TaskSettings) -> RulerTask:
     file = data_file(settings, FILE)
     every = []
     kind = file.path.stem
-    records = records_of(file, {"input": str, "outputs": list})
-    for where, record in selected(records, TaskSettings(None, limit=FILE_ITEMS)):
-        answers = record["outputs"]
-        if not all(isinstance(answer, str) and answer for answer in answers):
-            raise EvaluationError(
-                f"outputs must be strings that are not empty; {where} has {answers!r}; correct the "
-                "line"
-            )
-        text = record["input"]
+    fields = {"input": str, "outputs": list}
+    records = read_records(file.path, fields, what="prompt", complaint=_lacks_text)
+    for record in selected(records, TaskSettings(None, limit=FILE_ITEMS)):
+        text, answers = record.data["input"], record.data["outputs"]
         ids, room, question = (
             settings.tokenizer(part, add_special_tokens=False, verbose=False).input_ids
             for part in (text, ", ".join(answers), text[text.rfind("\n") + 1 :])
         )
         every.append(
             {
-                "id": f"{kind}/{where.rsplit(':', 1)[1]}",
+                "id": f"{kind}/{record.where.rsplit(':', 1)[1]}",
                 "kind": kind,
                 "length": -(-len(ids) // 512) * 512,
                 "ids": ids,
@@ -145,6 +136,13 @@ def make_from_file(settings: TaskSettings) -> RulerTask:
         )
     described = {"file": file.to_dict(), "of_lines": len(records)}
     return RulerTask("ruler_file", every, described, settings)
+
+
+def _lacks_text(record: Mapping[str, Any]) -> str | None:
+    answers = record["outputs"]
+    if record["input"] and answers and all(isinstance(a, str) and a for a in answers):
+        return None
+    return "must have an input and outputs that are strings, and none of them empty"
 
 
 def _require_language(settings: TaskSettings) -> None:

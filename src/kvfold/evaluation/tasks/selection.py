@@ -49,6 +49,7 @@ class SelectedItems:
     """
 
     not_for_peers: str | None = None
+    parts: Sequence[tuple[str, ...]] = ()
 
     def __init__(
         self, every: Sequence[Item], described: Mapping[str, Any], of_all: TaskSettings
@@ -72,6 +73,10 @@ class SelectedItems:
     def items(self) -> Sequence[Item]:
         """Every item, in the order of its grid."""
         return self._items
+
+    def summary(self, answers: Sequence[Answer]) -> Mapping[str, float]:
+        """Nothing beside averages of scores."""
+        return {}
 
 
 def in_batches(
@@ -105,16 +110,3 @@ def questions(items: Sequence[Item]) -> list[int]:
 def mean(values: Sequence[Any]) -> float:
     """The mean of figures or of bools, of which there is at least one."""
     return sum(float(value) for value in values) / len(values)
-
-
-def means_by(answers: Sequence[Answer], metric: str, *parts: str) -> dict[str, float]:
-    """Means of a metric by what answers say of themselves: `metric/length 512`.
-
-    parts: keys of `said`; several name one group together, `metric/kind a/length 512`. Groups are
-    in the order in which they come first.
-    """
-    groups: dict[str, list[Any]] = {}
-    for answer in answers:
-        name = "/".join(f"{part} {answer.said[part]}" for part in parts)
-        groups.setdefault(name, []).append(answer.scores[metric])
-    return {f"{metric}/{name}": mean(values) for name, values in groups.items()}

@@ -15,6 +15,8 @@ class TaskSettings:
     most. fraction: of those that the limit leaves, above 0 and at most 1. seed: of everything
     drawn. batch: items in one forward pass. lengths: token counts, for tasks that have some; empty
     for their own. tokenizer: the model's, for tasks whose items are counted in tokens.
+    answer_tokens: most new tokens of an answer, None for the task's own number; only of tasks in
+    `registry.MAY_BE_CUT`.
     """
 
     data: Path | None
@@ -24,3 +26,4 @@ class TaskSettings:
     batch: int = 8
     lengths: tuple[int, ...] = ()
     tokenizer: Any = None
+    answer_tokens: int | None = None

@@ -81,6 +81,10 @@ class Task(Protocol):
     not_for_peers: str | None
     """Why other projects' methods are not asked, in words; None if they are."""
 
+    parts: Sequence[tuple[str, ...]]
+    """Keys of what answers say, by which scores are told apart as well: `accuracy/length 512` for
+    `("length",)`; several keys name one group together."""
+
     def settings(self) -> Mapping[str, Any]:
         """All that the items and scores depend on: counts, seeds, digests of data files."""
 

@@ -5,7 +5,8 @@ What the model would say is taken from a copy of the cache; the conversation its
 right answer, so that a wrong one spoils no later turn and all subjects read the same words. Facts
 come further and further away, and are folded again and again as the turns go by.
 
-`recalled`: of each question, whether the answer was right. `same_text`: whether the words after the
+`recalled`: of each question, whether the answer was right; also by turn, and by how many turns ago
+the fact was told. `same_text`: whether the words after the
 last question are those that come after the whole conversation fed at once: a cache that was built
 in pieces must be worth as much as one that was not. Where a prompt's own queries see more than a
 decode step would (`prefill_attention: exact`, `prefill: skip`), the two caches differ by what the
@@ -126,16 +127,6 @@ class TurnsTask(SelectedItems):
             ]
 
         return in_batches(items, self.batch, lambda item: item["length"], answer)
-
-    def summary(self, answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Shares of right answers by turn and by how many turns ago: `recalled/turn 3`."""
-        right: dict[str, list[bool]] = {}
-        for answer in answers:
-            for question in answer.said["questions"]:
-                turn, ago = question["turn"], question["turn"] - question["of"]
-                right.setdefault(f"recalled/turn {turn}", []).append(question["right"])
-                right.setdefault(f"recalled/{ago} turns ago", []).append(question["right"])
-        return {name: sum(some) / len(some) for name, some in sorted(right.items())}
 
 
 def make(settings: TaskSettings) -> TurnsTask:
@@ -268,8 +259,20 @@ def _answer(item: Item, subject: Subject, by_turn: list[list[int]], whole: list[
             "recalled": [question["right"] for question in questions],
             "same_text": agreed == len(last),
             "agreed_tokens": float(agreed),
+            **_by_turn(questions),
         },
     )
+
+
+def _by_turn(questions: Sequence[Mapping[str, Any]]) -> dict[str, list[bool]]:
+    """Which were right at each turn, and of facts so many turns ago, of which there may be none."""
+    turns = range(1, len(questions) + 1)
+    named = {f"recalled/turn {turn}": [q for q in questions if q["turn"] == turn] for turn in turns}
+    named |= {
+        f"recalled/{ago} turns ago": [q for q in questions if q["turn"] - q["of"] == ago]
+        for ago in turns
+    }
+    return {name: [bool(q["right"]) for q in some] for name, some in named.items()}
 
 
 def agreed_tokens(one: Sequence[int], other: Sequence[int]) -> int:

@@ -237,13 +237,43 @@ def test_the_folder_may_be_named_by_the_environment(harness, data, monkeypatch):
     assert gsm8k(TaskSettings(None)).files == gsm8k(TaskSettings(data)).files
 
 
-def test_too_few_examples_and_a_missing_folder_are_refused(data, monkeypatch):
-    monkeypatch.delenv("KVFOLD_DATA", raising=False)
+def test_too_few_examples_are_refused(data):
     path = data / "gsm8k/train.jsonl"
     path.write_text(path.read_text().splitlines()[0])
     with pytest.raises(EvaluationError, match=r"at least 5 records, .* got 1"):
         gsm8k(TaskSettings(data))
-    with pytest.raises(EvaluationError, match=r"reads gsm8k/train\.jsonl of a data folder"):
+
+
+def test_without_a_folder_the_records_are_the_hubs(data, monkeypatch):
+    import datasets
+
+    local = {name: MAKERS[name](TaskSettings(data)) for name in MAKERS}
+    monkeypatch.delenv("KVFOLD_DATA", raising=False)
+    asked = []
+
+    def of_the_hub(path, name, **_):
+        asked.append(path)
+        task = {"EleutherAI/lambada_openai": "lambada", "openai/gsm8k": "gsm8k"}.get(path, "ifeval")
+        return local[task]._dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", of_the_hub)
+    for name, make in MAKERS.items():
+        task = make(TaskSettings(None, limit=2))
+        assert list(task.items()) == list(local[name].items()[:2])
+        told = task.settings()["files"]
+        assert told["hub"] == asked[-1] and len(told["asked"]) == 64
+        assert told != make(TaskSettings(None, limit=1)).settings()["files"]
+
+
+def test_a_hub_that_gives_nothing_is_told_with_what_to_name_instead(monkeypatch):
+    import datasets
+
+    def refuse(path, name, **_):
+        raise ConnectionError("no way there")
+
+    monkeypatch.delenv("KVFOLD_DATA", raising=False)
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(EvaluationError, match=r"no way there.*--data FOLDER"):
         gsm8k(TaskSettings(None))
 
 

@@ -126,6 +126,15 @@ def test_it_is_registered_and_attaches_the_addon_that_model_args_name(harness):
     assert KvfoldLM.create_from_arg_string("pretrained=tiny-hybrid", {}).plan is None
 
 
+def test_the_device_that_the_command_line_names_by_itself_need_not_be_there(harness, monkeypatch):
+    """Nobody who types `kvfold lm-eval` on a machine without CUDA has asked for cuda:0."""
+    from kvfold.evaluation.tasks.harness_model import KvfoldLM
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    made = KvfoldLM.create_from_arg_obj({"pretrained": "tiny-hybrid"}, {"device": "cuda:0"})
+    assert made.model.device.type == "cpu"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [

@@ -1,0 +1,121 @@
+"""What a reader must know before two figures of a run are compared, made of the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvfold.evaluation.peers.peer import NOTES
+
+if TYPE_CHECKING:
+    from kvfold.evaluation.page.runs import Run
+
+FLOOR = 0.05
+"""A share of right answers so small that a subject has nothing to lose."""
+
+SHARES = ("score", "accuracy")
+"""Numbers, not right or wrong answers, that are shares as well."""
+
+
+def notes_of(run: Run) -> tuple[str, ...]:
+    """All that there is to say, in whole sentences."""
+    return (*_cut(run), *_floor(run), *_same(run), *_exact(run), *_code(run), *_peers(run))
+
+
+def _cut(run: Run) -> Iterator[str]:
+    for task, about in run.metrics["tasks"].items():
+        tokens = about.get("settings", {}).get("answers_cut_at")
+        if tokens is not None:
+            yield (
+                f"{task}: every subject's answers end after {tokens} tokens at the latest, by "
+                "choice of this run; figures made with the harness's own number are not comparable."
+            )
+
+
+def _floor(run: Run) -> Iterator[str]:
+    """Where the plain model itself is wrong nearly always, so that no loss would show."""
+    for task in run.metrics["tasks"]:
+        told: list[str] = []
+        for metric, figure in run.metrics["results"][run.plain].get(task, {}).items():
+            share = figure["kind"] == "accuracy" or metric.split("/")[0] in SHARES
+            inside = any(metric.startswith(f"{other}/") for other in told)
+            if share and figure["value"] <= FLOOR and not inside:
+                told.append(metric)
+        if told:
+            figures = run.metrics["results"][run.plain][task]
+            named = ", ".join(f"{m} ({100 * figures[m]['value']:.1f}%)" for m in told)
+            yield (
+                f"{task}: the plain model itself is at the floor in {named}; there is nothing to "
+                "lose there, so a figure that is no lower says nothing."
+            )
+
+
+def _same(run: Run) -> Iterator[str]:
+    """Add-ons that answered all of a task as the plain model, maybe because nothing was folded."""
+    plans = _plans(run)
+    for task in run.metrics["tasks"]:
+        same: dict[int, list[str]] = {}
+        for name, plan in plans.items():
+            figures = run.metrics["results"][name].get(task, {}).values()
+            differing = [f["difference"]["differing"] for f in figures if f["difference"]]
+            if differing and not any(differing):
+                same.setdefault(plan["anchors"] + plan["window"], []).append(name)
+        for kept, names in same.items():
+            yield (
+                f"{task}: every answer of {', '.join(names)} is the plain model's. Of a text of up "
+                f"to {kept} tokens (anchors and window) nothing is folded; longer ones tell more."
+            )
+
+
+def _exact(run: Run) -> Iterator[str]:
+    plans = _plans(run)
+    exact = [name for name, plan in plans.items() if plan.get("prefill_attention") == "exact"]
+    if exact:
+        yield (
+            f"{', '.join(exact)}: prompts are read exactly (prefill_attention: exact), so the "
+            "first token after a prompt is told by an unfolded cache, and is the plain model's "
+            "own. Folding is felt from the second on; answers of one token say nothing of it."
+        )
+
+
+def _plans(run: Run) -> dict[str, Mapping[str, Any]]:
+    """The plan of each add-on, by its name."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for (name, _), described in run.described.items():
+        addon = described["configuration"].get("addon")
+        if addon is not None:
+            found[name] = addon["plan"]
+    return found
+
+
+def _code(run: Run) -> Iterator[str]:
+    """Pairs whose answers were made by other code than most."""
+    by_code: dict[str, list[str]] = {}
+    for (subject, task), described in run.described.items():
+        for code in described.get("code", ()):
+            words = f"{code['commit'] or 'no commit'}, sources {code['sources'][:12]}"
+            by_code.setdefault(words, []).append(f"{task} of {subject}")
+    if len(by_code) < 2:
+        return
+    most = max(by_code, key=lambda words: len(by_code[words]))
+    for words, pairs in by_code.items():
+        if words != most:
+            yield f"Answered by other code ({words}; the others by {most}): {_listed(pairs)}."
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _peers(run: Run) -> Iterator[str]:
+    """What can't be compared, where other projects' methods are among the subjects."""
+    if not run.metrics.get("peers"):
+        return
+    yield from NOTES
+    unasked: dict[tuple[str, str], list[str]] = {}
+    for name, tasks in run.metrics["unanswered"].items():
+        for task, reason in tasks.items():
+            unasked.setdefault((task, reason), []).append(name)
+    for (task, reason), names in unasked.items():
+        yield f"{', '.join(names)}: not asked {task}: {reason}."

@@ -1,0 +1,98 @@
+"""What must be known before figures are compared is said of the runs that it is true of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvfold.evaluation.page.notes import notes_of
+from kvfold.evaluation.page.runs import Run
+from kvfold.evaluation.runner import PLAIN
+
+
+def run_of(figures=None, described=None, **metrics):
+    """A run of the plain model and `a`, with figures of the plain model by task and metric."""
+    tasks = {task: {"settings": {}} for task in figures or {}}
+    results = {
+        PLAIN: {
+            task: {metric: {"kind": kind, "value": value} for metric, kind, value in some}
+            for task, some in (figures or {}).items()
+        },
+        "a": {},
+    }
+    whole = {"subjects": [PLAIN, "a"], "plain": PLAIN, "tasks": tasks, "results": results}
+    return Run(Path(), {}, whole | metrics, {}, {}, described or {})
+
+
+def answered(plan=None, commit="c0ffee", sources="0" * 64):
+    return {
+        "configuration": {"addon": None if plan is None else {"plan": plan}},
+        "code": [{"commit": commit, "sources": sources}],
+    }
+
+
+def test_a_task_that_the_plain_model_can_not_do_is_told_with_its_parts():
+    figures = {
+        "ruler": [
+            ("score", "mean", 0.4),
+            ("score/kind variable_tracking", "mean", 0.01),
+            ("score/kind variable_tracking/length 512", "mean", 0.0),
+            ("score/length 512", "mean", 0.3),
+        ],
+        "gsm8k": [
+            ("em,strict", "accuracy", 0.02),
+            ("em,flexible", "accuracy", 0),
+        ],
+        "perplexity": [("loss", "mean", 0.01)],
+        "needle": [("accuracy", "accuracy", 0.9)],
+    }
+    ruler, gsm8k = notes_of(run_of(figures))
+    assert ruler.startswith("ruler: the plain model itself is at the floor in ")
+    assert "score/kind variable_tracking (1.0%);" in ruler
+    assert "em,strict (2.0%), em,flexible (0.0%);" in gsm8k
+
+
+def test_prompts_that_are_read_exactly_are_told():
+    described = {
+        (PLAIN, "t"): answered(),
+        ("a", "t"): answered({"prefill_attention": "exact"}),
+    }
+    (note,) = notes_of(run_of(described=described))
+    assert note.startswith("a: prompts are read exactly") and "first token" in note
+    described["a", "t"] = answered({"prefill_attention": "folded"})
+    assert notes_of(run_of(described=described)) == ()
+
+
+def test_add_ons_that_may_have_folded_nothing_are_told():
+    described = {("a", "t"): answered({"anchors": 4, "window": 128})}
+    made = run_of({"t": [("acc", "accuracy", 0.6)]}, described)
+    for differing, said in ((0, 1), (2, 0)):
+        difference = {"differing": differing}
+        made.metrics["results"]["a"] = {"t": {"acc": {"difference": difference}}}
+        notes = notes_of(made)
+        assert len(notes) == said
+    made.metrics["results"]["a"]["t"]["acc"]["difference"]["differing"] = 0
+    assert "every answer of a is the plain model's" in notes_of(made)[0]
+    assert "up to 132 tokens" in notes_of(made)[0]
+
+
+def test_answers_of_other_code_are_named():
+    same = {(PLAIN, task): answered() for task in ("t", "u")}
+    assert notes_of(run_of(described=same)) == ()
+    other = same | {("a", "t"): answered(commit="beef", sources="1" * 64)}
+    (note,) = notes_of(run_of(described=other))
+    assert "(beef, sources 111111111111; the others by c0ffee" in note
+    assert note.endswith("): t of a.")
+
+
+def test_tasks_that_peers_are_not_asked_are_told_once_for_all_of_them():
+    unanswered = {name: {"turns": "once"} for name in ("p", "q")}
+    notes = notes_of(run_of(peers=["p", "q"], unanswered=unanswered))
+    assert notes[-1] == "p, q: not asked turns: once."
+    assert sum("not asked" in note for note in notes) == 1
+
+
+def test_answers_that_were_cut_are_told():
+    made = run_of({"ifeval": []})
+    made.metrics["tasks"]["ifeval"]["settings"]["answers_cut_at"] = 512
+    (note,) = notes_of(made)
+    assert note.startswith("ifeval: every subject's answers end after 512 tokens")
