@@ -47,6 +47,8 @@ HYBRID: dict[str, Any] = {
     },
 }
 """Of Qwen3.5 models, besides: every second layer attends, so that folds of every kind have room."""
+SLOW = -4
+"""Logarithm of a decay at which some hundred tokens later something of a state is left."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +67,14 @@ class Generated:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tiny_model: Any, tmp_path_factory: Any) -> Callable[..., tuple[Any, Path]]:
-    """`tiny_folder(family, **overrides)`: a tiny model, and the folder that it was saved to.
+    """`tiny_folder(family, **overrides)`: a tiny model, and the folder that it was saved to."""
 
-    change: called with the model before that.
-    """
-
-    def make(
-        family: str, *, change: Callable[[Any], None] = lambda _: None, **overrides: Any
-    ) -> tuple[Any, Path]:
-        specific = HYBRID if family.startswith("qwen3_5") else {}
+    def make(family: str, **overrides: Any) -> tuple[Any, Path]:
+        specific = HYBRID if family == "qwen3_5" else {}
         model = tiny_model(family, **{**TINY, **specific, **overrides})
-        change(model)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # slow to forget, so that a wrong state shows
+                torch.nn.init.constant_(parameter, SLOW)
         folder = tmp_path_factory.mktemp(family)
         model.save_pretrained(folder)
         return model, folder

@@ -59,9 +59,11 @@ HYBRID_PLAN = {
 }
 
 
-@pytest.mark.parametrize(("family", "plan"), [("llama", PLAN), ("qwen3_5", HYBRID_PLAN)])
+@pytest.mark.parametrize(
+    ("family", "plan", "chunk"), [("llama", PLAN, 96), ("qwen3_5", HYBRID_PLAN, 500)]
+)
 def test_chunks_shared_prefixes_and_preemption_change_no_token(
-    family, plan, request, tiny_folder, random_addon, prompts, engine, folded_reference
+    family, plan, chunk, request, tiny_folder, random_addon, prompts, engine, folded_reference
 ):
     if family == "qwen3_5":
         request.getfixturevalue("plain_delta")
@@ -73,7 +75,7 @@ def test_chunks_shared_prefixes_and_preemption_change_no_token(
     expected = folded_reference(model, addon, plan, [first, second], 8).tokens
     expected_short = folded_reference(model, addon, plan, short, 60).tokens
     started = engine(
-        folder, model.config, saved, enable_prefix_caching=True, max_num_batched_tokens=96
+        folder, model.config, saved, enable_prefix_caching=True, max_num_batched_tokens=chunk
     )
     alone, cached, _, _ = drive(started, [first], 8)
     assert (alone, cached) == (expected[:1], [0])
