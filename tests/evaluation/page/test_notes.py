@@ -71,7 +71,7 @@ def test_add_ons_that_may_have_folded_nothing_are_told():
         notes = notes_of(made)
         assert len(notes) == said
     made.metrics["results"]["a"]["t"]["acc"]["difference"]["differing"] = 0
-    assert "every answer of a is the plain model's" in notes_of(made)[0]
+    assert "every score of a is the plain model's" in notes_of(made)[0]
     assert "up to 132 tokens" in notes_of(made)[0]
 
 

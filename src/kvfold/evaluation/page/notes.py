@@ -45,13 +45,13 @@ def _floor(run: Run) -> Iterator[str]:
             figures = run.metrics["results"][run.plain][task]
             named = ", ".join(f"{m} ({100 * figures[m]['value']:.1f}%)" for m in told)
             yield (
-                f"{task}: the plain model itself is at the floor in {named}; there is nothing to "
-                "lose there, so a figure that is no lower says nothing."
+                f"{task}: the plain model itself is at the floor in {named}; on these items there "
+                "is nothing to lose, so a figure that is no lower says nothing."
             )
 
 
 def _same(run: Run) -> Iterator[str]:
-    """Add-ons that answered all of a task as the plain model, maybe because nothing was folded."""
+    """Add-ons that scored as the plain model on every item, maybe since nothing was folded."""
     plans = _plans(run)
     for task in run.metrics["tasks"]:
         same: dict[int, list[str]] = {}
@@ -62,8 +62,8 @@ def _same(run: Run) -> Iterator[str]:
                 same.setdefault(plan["anchors"] + plan["window"], []).append(name)
         for kept, names in same.items():
             yield (
-                f"{task}: every answer of {', '.join(names)} is the plain model's. Of a text of up "
-                f"to {kept} tokens (anchors and window) nothing is folded; longer ones tell more."
+                f"{task}: every score of {', '.join(names)} is the plain model's. Texts of up to "
+                f"{kept} tokens (anchors and window) are not folded at all; longer ones tell more."
             )
 
 
