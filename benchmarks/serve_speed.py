@@ -34,7 +34,7 @@ from kvfold.anatomy import anatomy
 from kvfold.cli.options import load_addons
 from kvfold.evaluation.environment import environment
 from kvfold.evaluation.report import write_json
-from kvfold.fitting.machine import measured_machine
+from kvfold.fitting.machine import machine_by_rates
 from kvfold.plan import Plan
 from kvfold.runtime.attach import attach
 from kvfold.runtime.ledger import plain_bytes
@@ -149,7 +149,7 @@ def stages_of(
     """Where the time of a stored prompt goes, beside the machine's limits."""
     model, tokenizer = models.load(chosen.model)
     (addon,) = load_addons([kind.folded], model).values()
-    machine = measured_machine(model.device, frozenset([str(model.dtype).split(".")[1]]))
+    machine = machine_by_rates(model.device, [str(model.dtype).split(".")[1]])
     made_by = describe_snapshot(next(store.glob("*.kvfold"))).identity
     plan = Plan.from_dict(dict(made_by.plan))  # --demo may read the history in its own way
     with attach(model, addon, plan=plan, keep_codes=True) as attachment:
@@ -163,7 +163,7 @@ def stages_of(
 def measure_throughput(kind: Kind, chosen: argparse.Namespace) -> dict[str, Any]:
     """One client and several, each with the same number of requests, on one server."""
     model, tokenizer = models.load(chosen.model)
-    machine = measured_machine(model.device, frozenset([str(model.dtype).split(".")[1]]))
+    machine = machine_by_rates(model.device, [str(model.dtype).split(".")[1]])
     rate = next(iter(machine.operations.values()))
     lines = []
     with (
