@@ -82,7 +82,7 @@ def free_port() -> int:
 
 @dataclass
 class Server:
-    """One server on a port of this machine. arguments: of the command. log: where stderr goes.
+    """One server on a port of this machine. arguments: of the command. log: what it writes.
 
     command: of `kvfold`. gauges: names of what is watched. up: whether it takes requests. kills:
     how often it was killed.
@@ -92,7 +92,7 @@ class Server:
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     command: Sequence[str] = ("serve",)
-    gauges: Mapping[str, str] = GAUGES
+    gauges: Mapping[str, str] = field(default_factory=lambda: GAUGES)
     port: int = field(default_factory=free_port)
     up: bool = False
     kills: int = 0
@@ -110,7 +110,7 @@ class Server:
             self.running = subprocess.Popen(
                 [*command, "--port", str(self.port)],
                 env={**os.environ, **self.environment},
-                stdout=subprocess.DEVNULL,
+                stdout=log,
                 stderr=log,
             )
         deadline = time.monotonic() + START_SECONDS
