@@ -57,8 +57,14 @@ def prompts(count: int, longest: int, longest_answer: int) -> list[Asked]:
     return requests_of(Kind((), NAME, NAME, longest), count, (NAME,), longest_answer)
 
 
+def log_lines(one: Server) -> list[str]:
+    """What the server has written, also before it was watched."""
+    return one.log.read_text(errors="replace").splitlines()
+
+
 def watched(one: Server, requests: Sequence[Asked], chosen: argparse.Namespace) -> dict[str, Any]:
     """Each prompt alone, a warm-up, the run, and what was seen of it."""
+    logged = len(log_lines(one))
     with httpx.Client(timeout=600) as http:
         alone = {asked.number: ask(http, one.url, asked, stream=False) for asked in requests}
     load([one], requests, chosen, chosen.warm_up, alone)
@@ -68,7 +74,7 @@ def watched(one: Server, requests: Sequence[Asked], chosen: argparse.Namespace) 
     ran = time.monotonic() - began
     drained = one.wait_until_idle(DRAIN_SECONDS)
     samples = watch.samples[0]
-    lines = one.log.read_text(errors="replace").splitlines()
+    lines = log_lines(one)[logged:]
     return {
         "seconds": ran,
         "clients": dict(tally.counts),

@@ -40,6 +40,15 @@ def test_a_text_before_a_call_is_as_the_model_wrote_it(client: Any) -> None:
     assert "".join(texts) == "So: "
 
 
+def test_several_choices_of_several_prompts_come_in_order(client: Any, byte_tokenizer: Any) -> None:
+    ids = byte_tokenizer("ab")["input_ids"]
+    keys = {"model": "plain", "max_tokens": 3, "temperature": 0, "echo": True}
+    (alone,) = client.completions.create(**keys, prompt="ab").choices
+    made = client.completions.create(**keys, prompt=[ids, ids], n=2).choices
+    assert [choice.index for choice in made] == [0, 1, 2, 3]
+    assert [choice.text for choice in made] == [alone.text] * 4
+
+
 @pytest.mark.parametrize(
     ("keys", "error", "told"),
     [
