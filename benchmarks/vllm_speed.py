@@ -37,28 +37,9 @@ from kvfold.evaluation.report import write_json  # noqa: E402
 from kvfold.plan import Plan  # noqa: E402
 from kvfold.vllm.plugin import vllm_version  # noqa: E402
 from kvfold.vllm.settings import Settings  # noqa: E402
+from vllm_rows import count_rows, take_rows  # noqa: E402
 
 PLAIN, SKIP = "plain", "skip"
-
-
-def count_rows(model: Any) -> None:
-    """Let each layer of an engine's model count the rows that run through it."""
-    model.rows = [0] * len(model.model.layers)
-
-    def counter(number: int) -> Any:
-        def count(module: Any, args: Any, output: Any) -> None:
-            model.rows[number] += len(output)
-
-        return count
-
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_hook(counter(number))
-
-
-def take_rows(model: Any) -> list[int]:
-    """What was counted since the last time."""
-    rows, model.rows = model.rows, [0] * len(model.rows)
-    return list(rows)
 
 
 def engine(folder: str, addon: str | None, config: Any, chosen: argparse.Namespace) -> Any:

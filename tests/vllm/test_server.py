@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import openai
@@ -40,16 +37,8 @@ CLIENTS, SECONDS = 16, 6
 
 
 @pytest.fixture(scope="module")
-def soak_script():
-    """`benchmarks/vllm_soak.py`, and what it imports."""
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    before = set(sys.modules)
-    sys.path.insert(0, folder)
-    yield importlib.import_module("vllm_soak")
-    sys.path.remove(folder)
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
-            del sys.modules[name]
+def soak_script(benchmark):
+    return benchmark("vllm_soak")
 
 
 @pytest.fixture(scope="module")

@@ -39,24 +39,6 @@ def grown_reference(model, addon, prompts, count, replay=REPLAY):
     return tokens, logprobs
 
 
-def count_rows(model):
-    """Let each layer count the rows that run through it."""
-    model.rows = [0] * len(model.model.layers)
-
-    def counter(number):
-        def count(module, args, output):
-            model.rows[number] += len(output)
-
-        return count
-
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_hook(counter(number))
-
-
-def rows_of(model):
-    return model.rows
-
-
 def check_gap(made, tokens, logprobs):
     assert made.tokens == tokens
     gaps = torch.tensor(made.logprobs) - torch.tensor(logprobs)
@@ -64,7 +46,7 @@ def check_gap(made, tokens, logprobs):
 
 
 def test_greedy_tokens_equal_the_runtime_and_most_rows_are_left_out(
-    tiny_folder, random_addon, prompts, engine, generate
+    tiny_folder, random_addon, prompts, engine, generate, benchmark
 ):
     """In mixed batches, and where vLLM compiles what it may (`enforce_eager=False`)."""
     from vllm import SamplingParams
@@ -75,11 +57,12 @@ def test_greedy_tokens_equal_the_runtime_and_most_rows_are_left_out(
     given = prompts(LENGTHS)
     tokens, logprobs = grown_reference(model, addon, given, count=8)
     started = engine(folder, model.config, saved, enforce_eager=False)
-    started.apply_model(count_rows)
+    rows = benchmark("vllm_rows")
+    started.apply_model(rows.count_rows)
     check_gap(generate(started, given, 8), tokens, logprobs)
     exact = sum(min(n, REPLAY + 4) for n in LENGTHS)
     later = 7 * len(LENGTHS)
-    assert started.apply_model(rows_of) == [
+    assert started.apply_model(rows.take_rows) == [
         [sum(LENGTHS) + later] * SPLIT + [exact + later] * (model.config.num_hidden_layers - SPLIT)
     ]
     with pytest.raises(
