@@ -2,7 +2,8 @@
 
 Each prompt is asked alone first; under load its answer must be the same, but for tokens that were
 nearly as likely. Clients stream or not and some leave early. Memory is that of all the server's
-processes, compared after a warm-up of the same load and after the run.
+processes, compared after a warm-up of the same load and after the run. The pool is small, so that
+all of it has been written to by then.
 
     $KVFOLD_VLLM_ENV/bin/python benchmarks/vllm_soak.py [MODEL] [--addon DIR] [-- vLLM's arguments]
 
@@ -129,6 +130,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as in `kvfold`")
     parser.add_argument("more", nargs="*", help="arguments of vLLM, behind --")
     parser.add_argument("--addon", default="smollm2-csa2-w128")
+    parser.add_argument("--blocks", type=int, default=128, help="of the pool")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=180)
     parser.add_argument("--warm-up", type=float, default=45, help="seconds")
@@ -143,8 +145,11 @@ def parser_of() -> argparse.ArgumentParser:
 def main() -> None:
     """Measure and write."""
     chosen = parser_of().parse_args()
-    arguments = [chosen.model, "--addon", chosen.addon, "--dtype", "float32", "--max-model-len"]
-    report = soak([*arguments, "2048", "--max-num-seqs", str(chosen.clients), *chosen.more], chosen)
+    arguments = [
+        chosen.model, "--addon", chosen.addon, "--dtype", "float32", "--max-model-len", "2048",
+        "--max-num-seqs", str(chosen.clients), "--num-gpu-blocks-override", str(chosen.blocks),
+    ]  # fmt: skip
+    report = soak([*arguments, *chosen.more], chosen)
     settings = {name: value for name, value in vars(chosen).items() if name not in ("out", "kill")}
     machine = {**environment(), "vllm": vllm_version()}
     write_json(chosen.out / "soak.json", {**machine, "settings": settings, **report})
