@@ -7,7 +7,9 @@ run in this process, so that a test can look inside.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -132,6 +135,17 @@ def prompts() -> Callable[..., list[list[int]]]:
         ]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def benchmark() -> Iterator[Callable[[str], Any]]:
+    """`benchmark(name)`: a script of `benchmarks/` as a module."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module
+    sys.path.remove(str(BENCHMARKS))
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").parent == BENCHMARKS:
+            del sys.modules[name]
 
 
 @pytest.fixture
