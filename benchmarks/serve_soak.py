@@ -62,16 +62,14 @@ class Watch:
         while not self.stop.wait(LOOK_SECONDS):
             for server, own in zip(self.servers, self.samples, strict=True):
                 try:
-                    now = server.figures()
+                    now = server.watched()
                 except httpx.TransportError:
                     continue
                 own.append(
                     {
                         "seconds": round(time.monotonic() - began, 2),
                         "resident_bytes": server.resident_bytes(),
-                        "cache_bytes": now["kvfold_cache_bytes"],
-                        "rows": now["kvfold_rows"],
-                        "waiting": now["kvfold_waiting_requests"],
+                        **now,
                     }
                 )
 

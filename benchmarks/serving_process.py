@@ -1,4 +1,4 @@
-"""A real `kvfold serve` in a process of its own, as the benchmarks of serving watch it.
+"""A real `kvfold serve` (or vLLM's) in a process of its own, as the benchmarks of serving watch it.
 
 What it tells is read from outside only: its answers, /metrics, its log, and the system's count of
 its memory.
@@ -12,10 +12,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -31,6 +32,23 @@ MEMORY_GIVEN_BACK = {
     "MALLOC_ARENA_MAX": "2",
 }
 """For an allocator that gives freed memory back, or resident memory would tell of it, not of us."""
+
+
+GAUGES = MappingProxyType(
+    {
+        "cache_bytes": "kvfold_cache_bytes",
+        "rows": "kvfold_rows",
+        "waiting": "kvfold_waiting_requests",
+    }
+)
+VLLM_GAUGES = MappingProxyType(
+    {
+        "pool_used": "vllm:kv_cache_usage_perc",
+        "rows": "vllm:num_requests_running",
+        "waiting": "vllm:num_requests_waiting",
+    }
+)
+"""Names at /metrics of what is watched; `pool_used` is a part of the pool, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +82,17 @@ def free_port() -> int:
 
 @dataclass
 class Server:
-    """One server on a port of this machine. arguments: of `kvfold serve`. log: where stderr goes.
+    """One server on a port of this machine. arguments: of the command. log: what it writes.
 
-    up: whether it takes requests. kills: how often it was killed.
+    command: of `kvfold`. gauges: names of what is watched. up: whether it takes requests. kills:
+    how often it was killed.
     """
 
     arguments: Sequence[str]
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
+    command: Sequence[str] = ("serve",)
+    gauges: Mapping[str, str] = field(default_factory=lambda: GAUGES)
     port: int = field(default_factory=free_port)
     up: bool = False
     kills: int = 0
@@ -84,12 +105,12 @@ class Server:
 
     def start(self) -> Server:
         """Start it and wait until it takes requests; its log goes on where it was."""
-        command = [sys.executable, "-m", "kvfold", "serve", *self.arguments]
+        command = [sys.executable, "-m", "kvfold", *self.command, *self.arguments]
         with self.log.open("ab") as log:
             self.running = subprocess.Popen(
                 [*command, "--port", str(self.port)],
                 env={**os.environ, **self.environment},
-                stdout=subprocess.DEVNULL,
+                stdout=log,
                 stderr=log,
             )
         deadline = time.monotonic() + START_SECONDS
@@ -131,10 +152,12 @@ class Server:
         self.stop()
 
     def resident_bytes(self) -> int:
-        """Its resident memory now; 0 while it is down."""
+        """Resident memory of its processes now; 0 while it is down."""
         assert self.running is not None
         try:
-            return int(psutil.Process(self.running.pid).memory_info().rss)
+            first = psutil.Process(self.running.pid)
+            own = [first, *first.children(recursive=True)]
+            return sum(int(process.memory_info().rss) for process in own)
         except psutil.Error:
             return 0
 
@@ -148,12 +171,17 @@ class Server:
                 found[bare] = found.get(bare, 0.0) + float(value)
         return found
 
+    def watched(self) -> dict[str, float]:
+        """Its gauges now, by the names that they have here."""
+        now = self.figures()
+        return {name: now[told] for name, told in self.gauges.items()}
+
     def wait_until_idle(self, seconds: float) -> float | None:
         """Seconds until nothing waits or runs; None if that takes too long."""
         began = time.monotonic()
         while time.monotonic() - began < seconds:
-            now = self.figures()
-            if now["kvfold_rows"] == 0 and now["kvfold_waiting_requests"] == 0:
+            now = self.watched()
+            if now["rows"] == 0 and now["waiting"] == 0:
                 return time.monotonic() - began
             time.sleep(0.25)
         return None

@@ -3,7 +3,9 @@
 Needs the environment of `make test-vllm`. Prints a row for each plan; weights of the add-ons are
 zero, since what is held does not depend on them.
 
-    $KVFOLD_VLLM_ENV/bin/python benchmarks/vllm_memory.py MODEL_FOLDER
+    $KVFOLD_VLLM_ENV/bin/python benchmarks/vllm_memory.py [MODEL]
+
+Leaves `memory.json` in `results/vllm`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import gc
 import os
 import tempfile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 for name, value in {
@@ -24,8 +27,11 @@ for name, value in {
 
 import torch  # noqa: E402 (vLLM reads its variables when it is imported)
 
-from kvfold import AddOn  # noqa: E402
+from kvfold import AddOn, models  # noqa: E402
+from kvfold.evaluation.environment import environment  # noqa: E402
+from kvfold.evaluation.report import write_json  # noqa: E402
 from kvfold.plan import Plan  # noqa: E402
+from kvfold.vllm.plugin import vllm_version  # noqa: E402
 
 PROMPT, GENERATED, CHUNK, CONTEXT = 1900, 3, 256, 8192
 GROUP, RANK = 5, 288
@@ -113,20 +119,28 @@ def measure(folder: str, model: Any, plan: dict[str, Any] | None, dtype: str = "
 
 
 def main() -> None:
-    """Measure every plan on the model that was named."""
-    from transformers import AutoModelForCausalLM
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", help="folder of a model with its safetensors")
-    folder = parser.parse_args().folder
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    """Measure every plan on the model that was named, and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default=models.DEFAULT_MODEL, help="as in `kvfold`")
+    parser.add_argument("--out", type=Path, default=Path("results/vllm"))
+    chosen = parser.parse_args()
+    model, _ = models.load(chosen.model, dtype=torch.float32)
+    folder, rows = models.model_folder(chosen.model), {}
     for name, plan in plans(model.config.num_hidden_layers).items():
         row = measure(folder, model, plan)
+        rows[name] = row._asdict()
+        times = rows["plain"]["most"] / row.most
         print(
             f"{name}: {row.blocks} x {row.block_bytes:,} bytes; {row.decoding / 2**20:.1f} MiB "
-            f"while decoding, {row.most / 2**20:.1f} at most; {row.capacity:,} tokens",
+            f"while decoding, {row.most / 2**20:.1f} at most, {times:.1f} times fewer; "
+            f"{row.capacity:,} tokens",
             flush=True,
         )
+    settings = {"prompt": PROMPT, "chunk": CHUNK, "context": CONTEXT}
+    report = {**environment(), "vllm": vllm_version(), "settings": settings, "plans": rows}
+    write_json(chosen.out / "memory.json", report)
 
 
 if __name__ == "__main__":

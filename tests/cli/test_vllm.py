@@ -52,17 +52,23 @@ def test_the_command_carries_the_add_on_and_what_else_was_given(run, saved):
         "--model",
         str(model),
     ]
-    assert command[-4:] == ["--max-num-batched-tokens", "512", "--port", "8123"]
+    assert command[7:] == [
+        "--served-model-name", str(model), "--host", "127.0.0.1", "--port", "8123"
+    ]  # fmt: skip
     assert json.loads(command[command.index("--hf-overrides") + 1]) == {
         "architectures": ["KvfoldLlamaForCausalLM"],
         "kvfold": {"addon": str(addon), "plan": {"replay": 40}},
     }
 
 
-def test_ones_own_number_of_tokens_a_step_is_kept(run, saved):
+def test_steps_that_fold_are_short_and_what_was_given_is_kept(run, saved):
     model, addon = saved
-    result = run(model, "--addon", addon, "--dry-run", "--max-num-batched-tokens=64")
-    assert result.output.count("--max-num-batched-tokens") == 1
+    folds = ("--addon", addon, "--prefill", "full", "--dry-run")
+    assert "--max-num-batched-tokens 512" in run(model, *folds).output
+    result = run(model, *folds, "--max_num_batched_tokens=64", "--host", "::1")
+    assert "512" not in result.output
+    assert result.output.count("--host") == 1
+    assert "--host" not in run(model, *folds, "--uds", "socket").output
 
 
 def test_another_models_add_on_is_refused(run, saved, tiny_model, tmp_path):

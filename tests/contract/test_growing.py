@@ -63,6 +63,26 @@ def test_a_ring_that_grows_gives_what_one_of_full_size_gives(
         helpers.assert_same_state(one, other)
 
 
+@pytest.mark.parametrize(("arch", "method", "reading"), CASES[:2])
+def test_a_ring_that_was_cropped_goes_on_growing(
+    case: Any, helpers: Any, arch: str, method: str, reading: str
+) -> None:
+    """Its room stays, and is told; what comes next is as if the rest had never been."""
+    made = case(arch, method, window=WINDOW, resident=reading)
+    ids = helpers.tokens(60)
+    with made.attach() as attachment:
+        cache, fresh = attachment.new_cache(), attachment.new_cache()
+        made.run(ids[:, :30], cache)
+        cache.crop(-25)
+        assert cache.nbytes().total == helpers.storages(cache)
+        made.run(ids[:, :5], fresh)
+        helpers.assert_same(made.run(ids[:, 5:], cache), made.run(ids[:, 5:], fresh))
+        cache.reset()
+        assert cache.nbytes().total == helpers.storages(cache) == 0
+        made.run(ids[:, :5], cache)
+        assert cache.nbytes() == predict_bytes(made.plan, made.anatomy, 5, element_size=8)
+
+
 def test_a_window_of_many_thousand_tokens_costs_a_short_text_little(
     case: Any, helpers: Any, monkeypatch: Any
 ) -> None:

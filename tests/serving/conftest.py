@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,6 +19,9 @@ from kvfold.runtime.sharing import sharing_weights
 from kvfold.serving.engine import Engine
 from kvfold.serving.lane import Lane, LaneSettings
 from kvfold.serving.request import Begun, Ended, Event, Failed, Piece, Request
+
+from ..openai_cases import CALL_TOKENS, successors
+from ..openai_cases import SCRIPTS as OPENAI_SCRIPTS
 
 LATENT_POOL_BITS = {
     "anchors": 2,
@@ -144,13 +146,8 @@ def lane(tiny_model: Callable[..., Any], byte_tokenizer: Any) -> Iterator[Callab
 
 
 START = "<answer>"
-CALL = '{"name": "add", "arguments": {"a": 2, "b": "é"}}'
 MARKUP = "<img src=x onerror=document.title=7>"
-SCRIPTS = {
-    "unicode": "aé世!",
-    "call": "So: <tool_call>" + CALL + "</tool_call>",
-    "markup": MARKUP,
-}
+SCRIPTS = {**OPENAI_SCRIPTS, "markup": MARKUP}
 TOOL_TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
     "{% for m in messages %}{% if m.content == 'fail' %}{{ raise_exception('no such talk') }}"
@@ -161,7 +158,7 @@ TOOL_TEMPLATE = (
 def _tokenizer_of_script(byte_tokenizer: Any) -> Any:
     """The tokenizer of bytes, with one token each for what would repeat a byte."""
     made = deepcopy(byte_tokenizer)
-    made.add_tokens(["<tool_call>", CALL, "</tool_call>", MARKUP])
+    made.add_tokens([*CALL_TOKENS, MARKUP])
     made.chat_template = TOOL_TEMPLATE
     return made
 
@@ -178,15 +175,13 @@ def _scripted(tokenizer: Any, script: str) -> Any:
             max_position_embeddings=256, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
         )
     ).eval()  # fmt: skip
-    tokens = tokenizer(START + script)["input_ids"] + [tokenizer.eos_token_id]
-    assert len(set(tokens)) == len(tokens), "every token must have one successor"
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(size, model.config.hidden_size))
         model.lm_head.weight.zero_()
-        for token, following in pairwise(tokens):
+        for token, following in successors(tokenizer, START, script):
             model.lm_head.weight[following, token] = 1
     return model
 

@@ -7,7 +7,9 @@ run in this process, so that a test can look inside.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -47,6 +50,8 @@ HYBRID: dict[str, Any] = {
     },
 }
 """Of Qwen3.5 models, besides: every second layer attends, so that folds of every kind have room."""
+SLOW = -4
+"""Logarithm of a decay at which some hundred tokens later something of a state is left."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +70,14 @@ class Generated:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tiny_model: Any, tmp_path_factory: Any) -> Callable[..., tuple[Any, Path]]:
-    """`tiny_folder(family, **overrides)`: a tiny model, and the folder that it was saved to.
+    """`tiny_folder(family, **overrides)`: a tiny model, and the folder that it was saved to."""
 
-    change: called with the model before that.
-    """
-
-    def make(
-        family: str, *, change: Callable[[Any], None] = lambda _: None, **overrides: Any
-    ) -> tuple[Any, Path]:
-        specific = HYBRID if family.startswith("qwen3_5") else {}
+    def make(family: str, **overrides: Any) -> tuple[Any, Path]:
+        specific = HYBRID if family == "qwen3_5" else {}
         model = tiny_model(family, **{**TINY, **specific, **overrides})
-        change(model)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # slow to forget, so that a wrong state shows
+                torch.nn.init.constant_(parameter, SLOW)
         folder = tmp_path_factory.mktemp(family)
         model.save_pretrained(folder)
         return model, folder
@@ -133,6 +135,17 @@ def prompts() -> Callable[..., list[list[int]]]:
         ]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def benchmark() -> Iterator[Callable[[str], Any]]:
+    """`benchmark(name)`: a script of `benchmarks/` as a module."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module
+    sys.path.remove(str(BENCHMARKS))
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").parent == BENCHMARKS:
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -82,3 +82,9 @@ def test_only_rows_that_are_seen_are_read():
     held = exact_positions(schedule, 100, 101)
     assert held.tolist() == [0, 1, 2, 3, *range(schedule.folded_until(101), 101)]
     assert len(held) <= 4 + schedule.ring_size
+
+
+@pytest.mark.parametrize("after", range(1, 8))
+def test_prompts_shorter_than_the_anchors_see_all_that_there_is(after):
+    """Such a prompt once ended a server."""
+    assert exact_positions(Schedule(anchors=4, window=2), 0, after).tolist() == list(range(after))

@@ -82,14 +82,6 @@ SKIP = {
 }
 
 
-def slow_to_forget(model):
-    """So that what states held before the replay still shows after it."""
-    with torch.no_grad():
-        for layer in model.model.layers:
-            if hasattr(layer, "linear_attn"):
-                layer.linear_attn.A_log.fill_(-4)
-
-
 @pytest.mark.parametrize("projected", [False, True], ids=["cleared", "projected"])
 def test_skipped_prompts_replay_into_recurrent_states_as_in_the_runtime(
     projected,
@@ -102,7 +94,7 @@ def test_skipped_prompts_replay_into_recurrent_states_as_in_the_runtime(
     grown_reference,
     decoder_of,
 ):
-    model, folder = tiny_folder("qwen3_5", change=slow_to_forget)
+    model, folder = tiny_folder("qwen3_5")
     plan = Plan.from_dict({**SKIP, "state_projector": projected})
     addon, saved = random_addon(model, plan)
     given = prompts((300, 33, REPLAY + 3, 150))
@@ -121,7 +113,7 @@ def test_a_shared_beginning_of_a_skipped_prompt_gives_what_its_own_chunks_give(
     plain_delta, tiny_folder, random_addon, prompts, engine, generate, decoder_of
 ):
     """Chunks end where states are kept, so a later prompt goes on as if it had run them."""
-    model, folder = tiny_folder("qwen3_5", change=slow_to_forget)
+    model, folder = tiny_folder("qwen3_5")
     _, saved = random_addon(model, Plan.from_dict({**SKIP, "state_projector": True}))
     first, other = prompts((430, 90))
     second = first[:400] + other

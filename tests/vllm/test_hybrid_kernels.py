@@ -66,9 +66,9 @@ def scored(model, addon, plan, prompts, tokens):
         (FOLD, {}),
         (FOLD, {"tensor_parallel_size": 2}),
         (SKIP, {}),
-        ({**SKIP, "state_projector": True}, {}),
+        ({**SKIP, "state_projector": True}, {"tensor_parallel_size": 2}),
     ],
-    ids=["fold", "fold on two", "skip", "skip with projected states"],
+    ids=["fold", "fold on two", "skip", "skip with projected states on two"],
 )
 def test_vllms_kernels_are_as_near_to_float32_as_bfloat16_is(
     plan, settings, tiny_folder, random_addon, prompts, engine, generate, record_property

@@ -1,9 +1,8 @@
-"""What vLLM's front end refuses for an add-on, before any worker starts; other models run on."""
+"""What vLLM's front end refuses for an add-on, before any worker starts."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from kvfold.plan import Plan
 
@@ -21,6 +20,9 @@ def front_end(folder, config, addon, **settings):
 
     load_general_plugins()
     overrides = Settings(str(addon), settings.pop("plan", {})).overrides(config)
+    told = settings.pop("kvfold", None)
+    if told is not None:
+        overrides = {"architectures": overrides["architectures"], **told}
     arguments = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 512}
     made = EngineArgs(str(folder), hf_overrides=overrides, **{**arguments, **settings})
     return made.create_engine_config()
@@ -34,28 +36,25 @@ def test_settings_and_bases_that_do_not_fit_are_refused(tiny_folder, random_addo
         "KvfoldLlamaForCausalLM"
     )
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     for settings, reason in [
         ({"pipeline_parallel_size": 2}, "don't run with pipeline parallelism"),
+        ({"kv_cache_dtype": "fp8"}, "don't run with kv_cache_dtype=fp8"),
+        ({"kv_transfer_config": transfer}, "don't run with KV transfer"),
         ({"speculative_config": drafts}, "don't run with speculative decoding"),
         ({"enable_lora": True}, "don't run with LoRA adapters"),
         ({"plan": {"prefill_attention": "exact"}}, "prefill_attention: folded"),
     ]:
         with pytest.raises(ValueError, match=reason):
             front_end(folder, model.config, addon, **settings)
+    for overrides, reason in [
+        ({}, "need hf_overrides with kvfold"),
+        ({"kvfold": {"addon": str(addon.parent / "nowhere")}}, "nowhere"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            front_end(folder, model.config, addon, kvfold=overrides)
     with pytest.raises(ValueError, match="sampled weights agree"):
         front_end(other_folder, other.config, addon)
     small, small_folder = tiny_folder("llama", num_hidden_layers=6)
     with pytest.raises(ValueError, match="its number of layers is 6 and not 8"):
         front_end(small_folder, small.config, addon)
-
-
-def test_a_plain_model_runs_as_before(tiny_folder, prompts, engine, generate):
-    model, folder = tiny_folder("llama")
-    given = prompts((60, 9))
-    made = generate(engine(folder, model.config, None), given, 6)
-    for prompt, tokens in zip(given, made.tokens, strict=True):
-        with torch.no_grad():
-            output = model.generate(
-                torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None
-            )
-        assert output[0, len(prompt) :].tolist() == tokens

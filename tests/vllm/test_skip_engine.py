@@ -10,13 +10,13 @@ from kvfold.plan import Plan
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 CLOSE = 1e-4
-REPLAY = 48
+SPLIT, REPLAY = 4, 48
 LENGTHS = (400, 150, 33)
 
 
 def skipping_plan(replay=REPLAY):
     """As `fast-prefill`, for eight layers."""
-    ced = {"method": "ced", "split": 4, "layers": [4, 5, 6, 7]}
+    ced = {"method": "ced", "split": SPLIT, "layers": [4, 5, 6, 7]}
     return Plan.from_dict({"depth": [ced], "prefill": "skip", "window": replay, "replay": replay})
 
 
@@ -39,14 +39,16 @@ def grown_reference(model, addon, prompts, count, replay=REPLAY):
     return tokens, logprobs
 
 
-def decoder_of(started):
-    worker = started.llm_engine.model_executor.driver_worker
-    return getattr(worker, "worker", worker).model_runner.model.model
+def check_gap(made, tokens, logprobs):
+    assert made.tokens == tokens
+    gaps = torch.tensor(made.logprobs) - torch.tensor(logprobs)
+    assert float(gaps.abs().max()) < CLOSE
 
 
 def test_greedy_tokens_equal_the_runtime_and_most_rows_are_left_out(
-    tiny_folder, random_addon, prompts, engine, generate
+    tiny_folder, random_addon, prompts, engine, generate, benchmark
 ):
+    """In mixed batches, and where vLLM compiles what it may (`enforce_eager=False`)."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -54,16 +56,15 @@ def test_greedy_tokens_equal_the_runtime_and_most_rows_are_left_out(
     addon, saved = random_addon(model, skipping_plan())
     given = prompts(LENGTHS)
     tokens, logprobs = grown_reference(model, addon, given, count=8)
-    started = engine(folder, model.config, saved)
-    skipping = decoder_of(started).kvfold
-    run, left_out = skipping.rows_run, skipping.rows_left_out
-    made = generate(started, given, 8)
-    assert made.tokens == tokens
-    gaps = torch.tensor(made.logprobs) - torch.tensor(logprobs)
-    assert float(gaps.abs().max()) < CLOSE
-    exact = [min(n, REPLAY + 4) for n in LENGTHS]
-    assert skipping.rows_left_out - left_out == sum(LENGTHS) - sum(exact)
-    assert skipping.rows_run - run == sum(exact) + 7 * len(LENGTHS)
+    started = engine(folder, model.config, saved, enforce_eager=False)
+    rows = benchmark("vllm_rows")
+    started.apply_model(rows.count_rows)
+    check_gap(generate(started, given, 8), tokens, logprobs)
+    exact = sum(min(n, REPLAY + 4) for n in LENGTHS)
+    later = 7 * len(LENGTHS)
+    assert started.apply_model(rows.take_rows) == [
+        [sum(LENGTHS) + later] * SPLIT + [exact + later] * (model.config.num_hidden_layers - SPLIT)
+    ]
     with pytest.raises(
         VLLMValidationError, match="prompt_logprobs can't be had of a skipped prompt"
     ):
@@ -72,3 +73,12 @@ def test_greedy_tokens_equal_the_runtime_and_most_rows_are_left_out(
             SamplingParams(prompt_logprobs=1, max_tokens=1, detokenize=False),
             use_tqdm=False,
         )
+
+
+def test_tensor_parallel_changes_no_token(tiny_folder, random_addon, prompts, engine, generate):
+    model, folder = tiny_folder("llama")
+    addon, saved = random_addon(model, skipping_plan())
+    given = prompts(LENGTHS[1:])
+    tokens, logprobs = grown_reference(model, addon, given, count=4)
+    started = engine(folder, model.config, saved, tensor_parallel_size=2)
+    check_gap(generate(started, given, 4), tokens, logprobs)

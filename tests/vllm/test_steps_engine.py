@@ -20,6 +20,18 @@ PLAN = {
     "sequence": [{"method": "pool", "layers": [6], "group": 4}],
     "bits": [{"method": "turboquant", "layers": [7]}],
 }
+EARLY = {
+    **PLAN,
+    "depth": [
+        {"method": "csa2", "source": 1, "readers": [2]},
+        {"method": "ced", "split": 3, "layers": [3, 4, 5]},
+    ],
+    "sequence": [
+        {"method": "pool", "layers": [3, 4, 5], "group": 4, "overlap": True},
+        {"method": "pool", "layers": [6], "group": 4},
+    ],
+}
+"""A code of a token is there before any layer reads one: steps run whole."""
 numbers = itertools.count()
 
 
@@ -59,9 +71,11 @@ HYBRID_PLAN = {
 }
 
 
-@pytest.mark.parametrize(("family", "plan"), [("llama", PLAN), ("qwen3_5", HYBRID_PLAN)])
+@pytest.mark.parametrize(
+    ("family", "plan", "chunk"), [("llama", PLAN, 96), ("qwen3_5", HYBRID_PLAN, 500)]
+)
 def test_chunks_shared_prefixes_and_preemption_change_no_token(
-    family, plan, request, tiny_folder, random_addon, prompts, engine, folded_reference
+    family, plan, chunk, request, tiny_folder, random_addon, prompts, engine, folded_reference
 ):
     if family == "qwen3_5":
         request.getfixturevalue("plain_delta")
@@ -73,7 +87,7 @@ def test_chunks_shared_prefixes_and_preemption_change_no_token(
     expected = folded_reference(model, addon, plan, [first, second], 8).tokens
     expected_short = folded_reference(model, addon, plan, short, 60).tokens
     started = engine(
-        folder, model.config, saved, enable_prefix_caching=True, max_num_batched_tokens=96
+        folder, model.config, saved, enable_prefix_caching=True, max_num_batched_tokens=chunk
     )
     alone, cached, _, _ = drive(started, [first], 8)
     assert (alone, cached) == (expected[:1], [0])
@@ -89,3 +103,38 @@ def test_chunks_shared_prefixes_and_preemption_change_no_token(
     made, _, preempted, _ = drive(started, short, 60)
     assert preempted > 0
     assert made == expected_short
+
+
+def test_blocks_that_no_later_step_reads_are_left_out_and_no_token_changes(
+    tiny_folder, random_addon, prompts, engine, folded_reference
+):
+    """Without shared prefixes, of a step longer than the window."""
+    from kvfold.vllm.specs import AnchorWindowSpec
+
+    model, folder = tiny_folder("llama")
+    plan = Plan.from_dict(EARLY)
+    addon, saved = random_addon(model, plan)
+    given = prompts((700, 30, 29, 28, 27))
+    expected = folded_reference(model, addon, plan, given, 60).tokens
+    started = engine(folder, model.config, saved, max_num_batched_tokens=256)
+    made, _, preempted, _ = drive(started, given, 60)
+    assert (made, preempted) == (expected, 0)
+
+    managers = scheduler_of(started).kv_cache_manager.coordinator.single_type_managers
+    made, _, _, alone = drive(started, given[:1], 60)
+    assert made == expected[:1]
+    held = 0
+    for manager in managers:
+        spec, size = manager.kv_cache_spec, manager.block_size
+        if isinstance(spec, AnchorWindowSpec):
+            held += 2 * (-(-spec.sliding_window // size) + 1) + -(-spec.anchors // size)
+        else:
+            held += -(-760 // size)
+    assert alone <= held
+
+    _, _, _, most = drive(started, given[1:], 60)
+    pool = scheduler_of(started).kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks() - most + 3)
+    made, _, preempted, _ = drive(started, given[1:], 60)
+    assert preempted > 0
+    assert made == expected[1:]

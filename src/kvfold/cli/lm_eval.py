@@ -10,6 +10,13 @@ from typing import Annotated
 
 import typer
 
+EXAMPLE = (
+    "lm-eval's own command line, where the model `kvfold` is known.\n\n"
+    "Example: kvfold lm-eval --model kvfold --model_args "
+    "pretrained=smollm2-135m,addon=smollm2-csa2 --tasks lambada_openai --limit 100\n"
+)
+"""What lm-eval's help, which follows, can't know."""
+
 
 def register(app: typer.Typer) -> None:
     """Add the subcommand."""
@@ -25,11 +32,10 @@ def run(
         list[str] | None, typer.Argument(metavar="ARGUMENTS...", help="Whatever lm-eval takes.")
     ] = None,
 ) -> None:
-    """Run lm-eval's command line with kvfold's model (--model kvfold).
-
-    kvfold lm-eval --model kvfold --model_args pretrained=smollm2-135m,addon=smollm2-csa2
-    --tasks lambada_openai --limit 100
-    """
+    """Run lm-eval's command line with kvfold's model (--model kvfold)."""
     from kvfold.evaluation.tasks.harness_model import command_line
 
-    command_line(arguments or ["--help"])
+    given = arguments or ["--help"]
+    if given[-1] in ("-h", "--help"):
+        typer.echo(EXAMPLE)
+    command_line(given)

@@ -22,8 +22,11 @@ SERVE_HELP = (
     "Example: kvfold vllm serve MODEL --addon my-addon --port 8000 --max-model-len 8192"
 )
 SERVER = "vllm.entrypoints.openai.api_server"
+HOST = "127.0.0.1"
+"""As of `kvfold serve`: other machines are let in by asking for it."""
 CHUNK = 512
-"""Tokens of a step. Folded layers keep exact rows of what is under way, so more cost memory."""
+"""Tokens of a step where layers fold: exact rows of what is under way cost memory. Where prompts
+skip layers larger steps skip more, and vLLM's own number stays."""
 PLUGINS = "VLLM_PLUGINS"
 
 
@@ -38,7 +41,9 @@ def register(app: typer.Typer) -> None:
 
 def serve_command(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="smollm2-135m (embedded), a folder or a hub id.")
+    ],
     addon: Annotated[
         str,
         typer.Option(
@@ -68,19 +73,28 @@ def server_command(model: str, addon: str, plan: dict[str, Any], more: list[str]
     """The command that starts vLLM's server.
 
     plan: keys of the add-on's plan to change. more: arguments for vLLM. Raises `AddOnError`,
-    `PlanError`, `EngineSettingError` and `UnsupportedModelError` for what could not run.
+    `ModelNotFoundError`, `PlanError`, `EngineSettingError` and `UnsupportedModelError` for what
+    could not run.
     """
-    from transformers import AutoConfig
-
+    from kvfold.models import load_config, model_folder
     from kvfold.vllm.settings import Settings
 
     settings = Settings(addon, plan)
-    config = AutoConfig.from_pretrained(model)
-    settings.load().check(config, model)
+    config = load_config(model)
+    loaded = settings.load()
+    loaded.check(config, model)
+    folder = model_folder(model)
     overrides = json.dumps(settings.overrides(config))
-    command = [sys.executable, "-m", SERVER, "--model", model, "--hf-overrides", overrides]
-    if not any(argument.startswith("--max-num-batched-tokens") for argument in more):
-        command += ["--max-num-batched-tokens", str(CHUNK)]
+    command = [sys.executable, "-m", SERVER, "--model", folder, "--hf-overrides", overrides]
+    ours = {"--served-model-name": model, "--host": HOST}
+    if not loaded.skips:
+        ours["--max-num-batched-tokens"] = str(CHUNK)
+    given = {argument.split("=", 1)[0].replace("_", "-") for argument in more}
+    if "--uds" in given:
+        del ours["--host"]
+    for name, value in ours.items():
+        if name not in given:
+            command += [name, value]
     return [*command, *more]
 
 

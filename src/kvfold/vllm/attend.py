@@ -50,7 +50,8 @@ def exact_positions(schedule: Schedule | None, before: int, after: int) -> Tenso
     if schedule is None:
         return torch.arange(after)
     first = max(schedule.folded_until(before + 1), schedule.anchors)
-    return torch.cat([torch.arange(min(schedule.anchors, after)), torch.arange(first, after)])
+    anchors = torch.arange(min(schedule.anchors, after))
+    return torch.cat([anchors, torch.arange(min(first, after), after)])
 
 
 def attend(

@@ -120,6 +120,7 @@ class Folding:
 
     def _owners(self, layouts: _Layouts, prefix: str, vllm_config: Any) -> dict[str, RowOwner]:
         plan = self.loaded.plan
+        tail_only = not self.loaded.codes_come_late  # parts of a step read each other's rows
         groups = [plan.group_of(layer) for layer in plan.folded_layers]
         exact = max((plan.window + group - 1 for group in groups), default=1)
         pooled = [code.pipeline for code in self.codes if code.recent_columns is not None]
@@ -127,9 +128,11 @@ class Folding:
         made = []
         for name, width in layouts.widths.items():
             if name == "exact":
-                row = RowLayout(name, width, self.dtype, window=exact, anchors=plan.anchors)
+                row = RowLayout(
+                    name, width, self.dtype, window=exact, anchors=plan.anchors, tail_only=tail_only
+                )
             elif name == "recent":
-                row = RowLayout(name, width, self.dtype, window=recent)
+                row = RowLayout(name, width, self.dtype, window=recent, tail_only=tail_only)
             elif name == "whole":
                 row = RowLayout(name, width, self.dtype)
             else:
@@ -234,10 +237,12 @@ class Folding:
         places = code.recent.step.slots[: len(records)]
         code.recent.write(places, records, code.recent_columns)
         for request, after in enumerate(step.seen):
-            self._write_pooled(code, step, request, after)
+            self._write_pooled(code, step, request, records, after)
 
-    def _write_pooled(self, code: Code, step: PagedStep, request: int, after: int) -> None:
-        """The slots of one request whose last token is in this step."""
+    def _write_pooled(
+        self, code: Code, step: PagedStep, request: int, records: Tensor, after: int
+    ) -> None:
+        """The slots of one request whose last token is in this step, whose records are given."""
         assert code.history is not None and code.recent is not None
         schedule, group = code.schedule, code.schedule.group
         start, stop = step.starts[request], step.starts[request + 1]
@@ -247,11 +252,17 @@ class Folding:
             return
         lead = group if code.pipeline.overlap else 0
         tokens = torch.arange(group * numbers.start - lead, group * numbers.stop) + schedule.anchors
-        records = code.recent.read(request, tokens.clamp_min(0), code.recent_columns)
+        joined = code.recent.read_joined(
+            request,
+            tokens.clamp_min(schedule.anchors),
+            code.recent_columns,
+            records[start:stop],
+            before,
+        )
         has_before = None
         if lead:
             has_before = torch.arange(numbers.start, numbers.stop)[None] > 0
-        slots = code.pipeline.slots(records[None], has_before)[0]
+        slots = code.pipeline.slots(joined[None], has_before)[0]
         last = schedule.anchors + group * torch.arange(numbers.start + 1, numbers.stop + 1) - 1
         places = step.slots[start + last - before] // group
         code.history.write(places, code.packed.pack(slots), code.columns)

@@ -87,22 +87,29 @@ class FoldedAttention(nn.Module):
         for request, after in enumerate(step.seen):
             start, stop = step.starts[request], step.starts[request + 1]
             if stop > start:
-                made = self._attend(folding, owner, request, queries[start:stop], after)
+                part = slice(start, stop)
+                made = self._attend(folding, owner, request, queries[part], rows[part], after)
                 output[start:stop] = made.flatten(1).to(output.dtype)
         return output
 
     def _attend(
-        self, folding: Folding, owner: RowOwner, request: int, queries: Tensor, after: int
+        self,
+        folding: Folding,
+        owner: RowOwner,
+        request: int,
+        queries: Tensor,
+        new: Tensor,
+        after: int,
     ) -> Tensor:
         local, before = self.local, after - len(queries)
         device = queries.device
-        held = exact_positions(self.schedule, before, after).to(device)
-        rows = owner.read(request, held, self.columns)
+        held = exact_positions(self.schedule, before, after)
+        rows = owner.read_joined(request, held, self.columns, new, before)
         keys, values = rows.view(len(held), 2, local.kv_heads, local.head_dim).permute(1, 2, 0, 3)
         return attend(
             queries,
             torch.arange(before, after, device=device),
-            ExactRows(keys, values, held),
+            ExactRows(keys, values, held.to(device)),
             self.scaling,
             self.schedule,
             self._slots(folding, request, after) if self.folded else None,

@@ -33,7 +33,7 @@ class RowLayout:
     """What an owner keeps: rows of `width` values of a dtype, one for `tokens` tokens.
 
     window: last tokens whose rows are needed; None: those of all. anchors: first ones that are
-    needed besides.
+    needed besides. tail_only: whether a step's rows are read back in later steps only.
     """
 
     name: str
@@ -42,6 +42,7 @@ class RowLayout:
     tokens: int = 1
     window: int | None = None
     anchors: int = 0
+    tail_only: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -146,7 +147,11 @@ class RowOwner(nn.Module, AttentionLayerBase):
         }
         if layout.window is None:
             return FullAttentionSpec(tokens_per_state=layout.tokens, **common)
-        return AnchorWindowSpec(sliding_window=layout.window, anchors=layout.anchors, **common)
+        shared = vllm_config.cache_config.enable_prefix_caching
+        tails = vllm_config.max_concurrent_batches if layout.tail_only and not shared else 0
+        return AnchorWindowSpec(
+            sliding_window=layout.window, anchors=layout.anchors, tails=tails, **common
+        )
 
     @property
     def step(self) -> PagedStep | None:
@@ -174,3 +179,16 @@ class RowOwner(nn.Module, AttentionLayerBase):
         if columns is None:
             columns = slice(0, self.layout.width)
         return self.kv_cache[block, 0, numbers % per_block, columns]
+
+    def read_joined(
+        self, request: int, numbers: Tensor, columns: slice | None, new: Tensor, before: int
+    ) -> Tensor:
+        """Rows of one request by ascending numbers (n,): (n, width), those of this step from `new`.
+
+        numbers: on the CPU. new: the request's rows of the step, whose first has number `before`;
+        memory may not hold them, see `kvfold.vllm.specs`.
+        """
+        device = new.device
+        earlier = self.read(request, numbers[numbers < before].to(device), columns)
+        own = new[(numbers[numbers >= before] - before).to(device)]
+        return torch.cat([earlier, own.to(earlier.dtype)])

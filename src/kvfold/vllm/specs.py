@@ -1,5 +1,8 @@
 """Anchors and window as vLLM's cache manager sees them: a sliding window with a lasting start.
 
+A step's queries see its own rows without reading them back, so of a long step only what the window
+holds when it has ended needs blocks. Later requests may want the others, where prefixes are cached.
+
 Preemption, prefix caching and the block pool are vLLM's own. Both the scheduler's process and the
 workers need the pair below registered, which the plugin does in each.
 """
@@ -19,9 +22,14 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorWindowSpec(SlidingWindowSpec):
-    """A sliding window whose first `anchors` tokens are never freed."""
+    """A sliding window whose first `anchors` tokens are never freed.
+
+    tails: steps that may be under way at once, where each gets blocks for what the window holds at
+    its end and no others; 0 where all of its tokens get some.
+    """
 
     anchors: int = 0
+    tails: int = 0
 
     @property
     def anchor_blocks(self) -> int:
@@ -32,21 +40,29 @@ class AnchorWindowSpec(SlidingWindowSpec):
         self, max_in_flight_tokens: int, max_model_len: int
     ) -> int:
         """The most blocks that a request can hold at once."""
-        sliding = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
+        sliding = int(super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len))
+        if self.tails:
+            window = cdiv(self.sliding_window - 1, self.block_size) + 1
+            sliding = min(sliding, (1 + self.tails) * window)
         most: int = cdiv(max_model_len, self.block_size) + 1
-        return min(int(sliding) + self.anchor_blocks, most)
+        return min(sliding + self.anchor_blocks, most)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
         """Whether all specs keep the same tokens."""
         return all(
             isinstance(spec, AnchorWindowSpec)
-            and (spec.sliding_window, spec.anchors) == (self.sliding_window, self.anchors)
+            and (spec.sliding_window, spec.anchors, spec.tails)
+            == (self.sliding_window, self.anchors, self.tails)
             for spec in kv_cache_specs.values()
         )
 
 
 class AnchorWindowManager(SlidingWindowManager):
     """Frees what lies between the anchors and the window."""
+
+    def __init__(self, kv_cache_spec: AnchorWindowSpec, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.freed_until: dict[str, int] = {}
 
     def remove_skipped_blocks(
         self,
@@ -56,9 +72,46 @@ class AnchorWindowManager(SlidingWindowManager):
     ) -> None:
         """Free the blocks between the anchors' and the window's."""
         skipped = self.get_num_skipped_tokens(processed_computed_tokens) // self.block_size
-        held = len(self.req_to_blocks.get(request_id, ()))
-        first = self.kv_cache_spec.anchor_blocks
-        self._remove_blocks_in_range(request_id, first, min(skipped, held))
+        blocks = self.req_to_blocks.get(request_id, [])
+        start = self.freed_until.get(request_id, self.kv_cache_spec.anchor_blocks)
+        stop = min(skipped, len(blocks))
+        if start >= stop:
+            return
+        held = [block for block in blocks[start:stop] if not block.is_null]
+        blocks[start:stop] = [self._null_block] * (stop - start)
+        self.freed_until[request_id] = stop
+        # The pool takes the first ones again first: those at the end serve fewer other prompts.
+        self.block_pool.free_blocks(reversed(held))
+
+    def pop_blocks_for_free(self, request_id: str) -> list[Any]:
+        """Forget a request; its blocks, in order."""
+        self.freed_until.pop(request_id, None)
+        blocks: list[Any] = super().pop_blocks_for_free(request_id)
+        return blocks
+
+    def _left_out(self, held: int, num_tokens: int) -> range:
+        """Numbers of blocks beyond those held that the window has left when a step has ended."""
+        spec = self.kv_cache_spec
+        if not spec.tails:
+            return range(0)
+        stop = self.get_num_skipped_tokens(num_tokens) // self.block_size
+        return range(max(held, spec.anchor_blocks), stop)
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[Any]:
+        """Blocks up to the step's end, the null block for those that are left out."""
+        held = self.req_to_blocks[request_id]
+        left_out = self._left_out(len(held), num_tokens)
+        new: list[Any] = []
+        if left_out:
+            until = left_out.start * self.block_size
+            new += super().allocate_new_blocks(request_id, until, until)
+            nothing = [self._null_block] * len(left_out)
+            held.extend(nothing)
+            new += nothing
+        new += super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        return new
 
     @classmethod
     def find_longest_cache_hit(
@@ -150,10 +203,14 @@ class AnchorWindowManager(SlidingWindowManager):
         *args: Any,
         **kwargs: Any,
     ) -> int:
-        """Counts cached anchor blocks, which `add_local_computed_blocks` takes from the pool."""
+        """Counts cached anchor blocks, which `add_local_computed_blocks` takes from the pool, and
+        none that are left out. Whole prompts are admitted by the most that they hold at once."""
         count: int = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
         )
+        if not kwargs.get("apply_admission_cap", False):
+            held = len(self.req_to_blocks.get(request_id, ()))
+            count -= len(self._left_out(held, num_tokens))
         if request_id not in self.num_cached_block:
             skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
             anchors = new_computed_blocks[: min(skipped, self.kv_cache_spec.anchor_blocks)]

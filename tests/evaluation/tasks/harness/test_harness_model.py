@@ -171,3 +171,4 @@ def test_the_command_line_is_lm_evals_own(capsys):
     result = CliRunner().invoke(build_app(), ["lm-eval", "run", "--help"])
     assert result.exit_code == 0
     assert "--model_args" in result.output
+    assert result.output.index("Example: kvfold lm-eval") < result.output.index("usage: lm-eval")
