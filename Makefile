@@ -98,7 +98,7 @@ TORCHVISION := torchvision==0.28.0
 VLLM_HYBRIDS := $(VLLM_ENV)/.installed-torchvision-0.28.0
 VLLM_SITE = $(shell $(VLLM_ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
-test-vllm: $(VLLM_HYBRIDS)
+vllm-env test-vllm: $(VLLM_HYBRIDS)
 
 $(VLLM_HYBRIDS): $(VLLM_INSTALLED) tests/vllm/torchvision_operators.py
 	@$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
