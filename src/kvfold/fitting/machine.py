@@ -14,6 +14,7 @@ an estimate; memory is not.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,8 @@ TIMED_SECONDS = 0.03
 """For which an operation is timed, or once if it takes longer."""
 COVERED = 0.99
 """Share of the time, by rates, that operations timed as they are take together."""
+LONG = 1.0
+"""Seconds of an operation that is timed once."""
 MOST_TIMED = 96
 MOST_COPIES = 64
 LARGEST = 2**30
@@ -225,18 +228,19 @@ def _call_seconds(device: torch.device) -> float:
 def _seconds(
     device: torch.device, work: Callable[[], object], least: float = LEAST_SECONDS
 ) -> float:
-    """Of one turn: the least mean of three measurements, after one that is not counted.
+    """Of one turn: the middle one of three means, after a turn that is not counted.
 
     least: seconds that all of it takes. The clock is read after several turns, since reading it
-    means waiting for a GPU.
+    means waiting for a GPU. What takes `LONG` is measured once: a short pause of the machine, which
+    would be taken for the time of every such operation, is little beside it.
     """
     work()
     turns, spent = 1, _turns(device, work, 1)
     while spent < least / 3:
         turns = max(turns + 1, math.ceil(turns * min(10.0, least / 3 / max(spent, 1e-9))))
         spent = _turns(device, work, turns)
-    again = 0 if spent > least else 2
-    return min([spent, *(_turns(device, work, turns) for _ in range(again))]) / turns
+    again = 0 if spent > LONG else 2
+    return statistics.median([spent, *(_turns(device, work, turns) for _ in range(again))]) / turns
 
 
 def _turns(device: torch.device, work: Callable[[], object], turns: int) -> float:
