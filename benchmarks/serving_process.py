@@ -118,7 +118,7 @@ class Server:
         while not self._is_healthy():
             if self.running.poll() is not None or time.monotonic() > deadline:
                 self.running.kill()
-                raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-3000:]}")
+                raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-8000:]}")
             time.sleep(0.1)
         self.up = True
         return self

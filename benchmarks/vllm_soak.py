@@ -130,7 +130,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as in `kvfold`")
     parser.add_argument("more", nargs="*", help="arguments of vLLM, behind --")
     parser.add_argument("--addon", default="smollm2-csa2-w128")
-    parser.add_argument("--blocks", type=int, default=128, help="of the pool")
+    parser.add_argument("--blocks", type=int, default=400, help="of the pool")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=180)
     parser.add_argument("--warm-up", type=float, default=45, help="seconds")
