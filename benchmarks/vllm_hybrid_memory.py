@@ -52,13 +52,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**HYBRID)).to(torch.bfloat16)
         model.save_pretrained(folder)
+        rows = {}
         for name, plan in PLANS.items():
-            row = vllm_memory.measure(folder, model, plan, "bfloat16")
-            print(
-                f"{name}: {row.blocks} x {row.block_bytes:,} bytes; {row.decoding / 2**20:.1f} MiB "
-                f"while decoding, {row.most / 2**20:.1f} at most; {row.capacity:,} tokens",
-                flush=True,
-            )
+            rows[name] = vllm_memory.measure(folder, model, plan, "bfloat16")
+            vllm_memory.show(name, rows[name], rows["plain"].most)
 
 
 if __name__ == "__main__":

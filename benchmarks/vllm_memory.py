@@ -118,6 +118,16 @@ def measure(folder: str, model: Any, plan: dict[str, Any] | None, dtype: str = "
     return found
 
 
+def show(name: str, row: Held, plain_most: int) -> None:
+    """Print one plan's line."""
+    print(
+        f"{name}: {row.blocks} x {row.block_bytes:,} bytes; {row.decoding / 2**20:.1f} MiB "
+        f"while decoding, {row.most / 2**20:.1f} at most, {plain_most / row.most:.1f} times fewer; "
+        f"{row.capacity:,} tokens",
+        flush=True,
+    )
+
+
 def main() -> None:
     """Measure every plan on the model that was named, and write."""
     parser = argparse.ArgumentParser(
@@ -131,13 +141,7 @@ def main() -> None:
     for name, plan in plans(model.config.num_hidden_layers).items():
         row = measure(folder, model, plan)
         rows[name] = row._asdict()
-        times = rows["plain"]["most"] / row.most
-        print(
-            f"{name}: {row.blocks} x {row.block_bytes:,} bytes; {row.decoding / 2**20:.1f} MiB "
-            f"while decoding, {row.most / 2**20:.1f} at most, {times:.1f} times fewer; "
-            f"{row.capacity:,} tokens",
-            flush=True,
-        )
+        show(name, row, rows["plain"]["most"])
     settings = {"prompt": PROMPT, "chunk": CHUNK, "context": CONTEXT}
     report = {**environment(), "vllm": vllm_version(), "settings": settings, "plans": rows}
     write_json(chosen.out / "memory.json", report)
