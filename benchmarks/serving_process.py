@@ -85,7 +85,7 @@ def free_port() -> int:
 class Server:
     """One server on a port of this machine. arguments: of the command. log: what it writes.
 
-    command: of `kvfold`. gauges: names of what is watched. up: whether it takes requests. kills:
+    command: of `module`. gauges: names of what is watched. up: whether it takes requests. kills:
     how often it was killed.
     """
 
@@ -93,6 +93,7 @@ class Server:
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     command: Sequence[str] = ("serve",)
+    module: str = "kvfold"
     gauges: Mapping[str, str] = field(default_factory=lambda: GAUGES)
     port: int = field(default_factory=free_port)
     up: bool = False
@@ -106,7 +107,7 @@ class Server:
 
     def start(self) -> Server:
         """Start it and wait until it takes requests; its log goes on where it was."""
-        command = [sys.executable, "-m", "kvfold", *self.command, *self.arguments]
+        command = [sys.executable, "-m", self.module, *self.command, *self.arguments]
         with self.log.open("ab") as log:
             self.running = subprocess.Popen(
                 [*command, "--port", str(self.port)],
@@ -155,13 +156,17 @@ class Server:
 
     def resident_bytes(self) -> int:
         """Resident memory of its processes now; 0 while it is down."""
+        return sum(self.resident_by_process().values())
+
+    def resident_by_process(self) -> dict[str, int]:
+        """Resident bytes of each of its processes, by number and name; none while it is down."""
         assert self.running is not None
         try:
             first = psutil.Process(self.running.pid)
             own = [first, *first.children(recursive=True)]
-            return sum(int(process.memory_info().rss) for process in own)
+            return {f"{one.pid} {one.name()}": int(one.memory_info().rss) for one in own}
         except psutil.Error:
-            return 0
+            return {}
 
     def figures(self) -> dict[str, float]:
         """/metrics, summed over all labels."""

@@ -7,8 +7,9 @@ all of it has been written to by then.
 
     $KVFOLD_VLLM_ENV/bin/python benchmarks/vllm_soak.py [MODEL] [--addon DIR] [-- vLLM's arguments]
 
-Needs the environment of `make test-vllm`. Ends with `PASS` or `FAIL` and the reasons, and status 1
-for the latter. Leaves `soak.json` in `results/vllm`.
+`--plain` does the same to vLLM's own server without kvfold, to compare with. Needs the environment
+of `make test-vllm`. Ends with `PASS` or `FAIL` and the reasons, and status 1 for the latter. Leaves
+`soak.json` (`soak-plain.json`) in `results/vllm`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import Any
 
 import httpx
 
+from kvfold.cli.vllm import CHUNK, SERVER
 from kvfold.evaluation.environment import environment
 from kvfold.evaluation.report import write_json
-from kvfold.models import DEFAULT_MODEL
+from kvfold.models import DEFAULT_MODEL, model_folder
 from kvfold.vllm.plugin import vllm_version
 from serve_soak import DRAIN_SECONDS, load
 from serving_clients import Asked, ask, requests_of
@@ -53,6 +55,14 @@ def server(arguments: Sequence[str], log: Path, names: Sequence[str] = ()) -> Se
     )
 
 
+def plain_server(model: str, arguments: Sequence[str], log: Path) -> Server:
+    """vLLM's own for the model as it is, with steps as long as kvfold's, its plugin left out."""
+    steps = ("--max-num-batched-tokens", str(CHUNK), "--host", "127.0.0.1")
+    named = ("--model", str(model_folder(model)), *steps, *arguments, "--served-model-name", NAME)
+    without = {**MEMORY_GIVEN_BACK, **VARIABLES, "VLLM_PLUGINS": ""}
+    return Server(named, log, without, command=(), module=SERVER, gauges=VLLM_GAUGES)
+
+
 def prompts(count: int, longest: int, longest_answer: int) -> list[Asked]:
     """Different ones of up to so many words."""
     return requests_of(Kind((), NAME, NAME, longest), count, (NAME,), longest_answer)
@@ -70,11 +80,12 @@ def watched(one: Server, requests: Sequence[Asked], chosen: argparse.Namespace) 
         alone = {asked.number: ask(http, one.url, asked, stream=False) for asked in requests}
     load([one], requests, chosen, chosen.warm_up, alone)
     one.wait_until_idle(DRAIN_SECONDS)
-    before, began = one.resident_bytes(), time.monotonic()
+    before, began = one.resident_by_process(), time.monotonic()
     tally, watch = load([one], requests, chosen, chosen.seconds, alone)
     ran = time.monotonic() - began
     drained = one.wait_until_idle(DRAIN_SECONDS)
     samples = watch.samples[0]
+    after = one.resident_by_process()
     lines = log_lines(one)[logged:]
     return {
         "seconds": ran,
@@ -85,7 +96,8 @@ def watched(one: Server, requests: Sequence[Asked], chosen: argparse.Namespace) 
         "most_rows": max(sample["rows"] for sample in samples),
         "most_pool_used": max(sample["pool_used"] for sample in samples),
         "resident_bytes_after_warm_up": before,
-        "grown_bytes": one.resident_bytes() - before,
+        "resident_bytes_at_the_end": after,
+        "grown_bytes": sum(after.values()) - sum(before.values()),
         "log_faults": [line for line in lines if any(fault in line for fault in FAULTS)][:10],
         "samples": samples,
     }
@@ -113,11 +125,15 @@ def reasons(report: dict[str, Any]) -> list[str]:
 def soak(arguments: Sequence[str], chosen: argparse.Namespace) -> dict[str, Any]:
     """Run and report; `reasons` says what was wrong."""
     requests = prompts(chosen.prompts, chosen.longest, chosen.longest_answer)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        server(arguments, Path(folder) / "server.log") as one,
-    ):
-        report = watched(one, requests, chosen)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        made = (
+            plain_server(chosen.model, arguments, log)
+            if chosen.plain
+            else server((chosen.model, "--addon", chosen.addon, *arguments), log)
+        )
+        with made as one:
+            report = watched(one, requests, chosen)
     found = reasons(report)
     return {"passed": not found, "reasons": found, **report}
 
@@ -130,6 +146,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as in `kvfold`")
     parser.add_argument("more", nargs="*", help="arguments of vLLM, behind --")
     parser.add_argument("--addon", default="smollm2-csa2-w128")
+    parser.add_argument("--plain", action="store_true", help="vLLM without kvfold")
     parser.add_argument("--blocks", type=int, default=400, help="of the pool")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=180)
@@ -146,13 +163,14 @@ def main() -> None:
     """Measure and write."""
     chosen = parser_of().parse_args()
     arguments = [
-        chosen.model, "--addon", chosen.addon, "--dtype", "float32", "--max-model-len", "2048",
+        "--dtype", "float32", "--max-model-len", "2048",
         "--max-num-seqs", str(chosen.clients), "--num-gpu-blocks-override", str(chosen.blocks),
     ]  # fmt: skip
     report = soak([*arguments, *chosen.more], chosen)
     settings = {name: value for name, value in vars(chosen).items() if name not in ("out", "kill")}
     machine = {**environment(), "vllm": vllm_version()}
-    write_json(chosen.out / "soak.json", {**machine, "settings": settings, **report})
+    name = "soak-plain.json" if chosen.plain else "soak.json"
+    write_json(chosen.out / name, {**machine, "settings": settings, **report})
     for name, count in sorted(report["clients"].items()):
         print(f"{name:32} {count:10,}")
     grown = report["grown_bytes"] / 2**20

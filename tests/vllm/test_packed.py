@@ -43,3 +43,18 @@ def test_quantised_codes_come_back_as_the_pipeline_rounds_them(tiny_config, key_
     assert rows.shape == (7, packed.row_bytes)
     assert packed.row_bytes < 41 * 2
     assert torch.allclose(packed.unpack(rows), pipeline.rounded_codes(codes[None])[0], atol=1e-6)
+
+
+def test_slots_without_a_finite_scale_are_told_of_once_and_spoil_no_others(tiny_config, caplog):
+    bits = [{"method": "turboquant", "layers": [1, 2]}]
+    packed = PackedCode(pipeline_of(tiny_config, bits), torch.float32)
+    codes = torch.randn(4, 41)
+    well = packed.pack(codes)
+    assert not caplog.records
+    codes[2] = 1e6
+    rows = packed.pack(codes)
+    packed.pack(codes)
+    assert torch.equal(rows[[0, 1, 3]], well[[0, 1, 3]])
+    assert not torch.isfinite(packed.unpack(rows)[2]).all()
+    (told,) = caplog.messages
+    assert "layers [1, 2]" in told and "65,504" in told

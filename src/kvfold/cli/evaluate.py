@@ -77,8 +77,8 @@ HELP = (
     "kvfold evaluate smollm2-135m --addon my-addon --data test.txt --continuation 128\n"
     "kvfold evaluate smollm2-135m --addon my-addon --tasks perplexity,needle --data folder "
     "--out results/run\n"
-    "kvfold evaluate smollm2-135m --addon 8x --tasks needle,ruler --data folder "
-    "--peers snapkv=8x,kvzip@4x,quantized-4bit --out results/run"
+    "kvfold evaluate smollm2-135m --addon my-addon --tasks needle,ruler --data folder "
+    "--peers snapkv=my-addon,kvzip@4x,quantized-4bit --out results/run"
 )
 
 

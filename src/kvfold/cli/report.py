@@ -31,6 +31,10 @@ def report_command(
     markdown: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write Markdown here.")
     ] = None,
+    remarks: Annotated[
+        list[str] | None,
+        typer.Option("--remark", metavar="TEXT", help="Say this at the top; may be repeated."),
+    ] = None,
     fail_under: FailUnderOption = None,
 ) -> None:
     """Read, write and show; see HELP."""
@@ -45,10 +49,10 @@ def report_command(
     runs = [read_run(folder) for folder in folders]
     screen = console()
     if out is not None:
-        write_atomically(out, render_page(runs).encode())
+        write_atomically(out, render_page(runs, remarks or ()).encode())
         screen.print(f"Page: {out}", highlight=False, markup=False)
     if markdown is not None:
-        write_atomically(markdown, render_markdown(runs).encode())
+        write_atomically(markdown, render_markdown(runs, remarks or ()).encode())
         screen.print(f"Markdown: {markdown}", highlight=False, markup=False)
     if out is None and markdown is None:
         for run in runs:

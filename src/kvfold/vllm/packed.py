@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from kvfold.methods import CodePart, Pipeline
-from kvfold.methods.turboquant import SCALE_BYTES, Quantised, TurboQuant
+from kvfold.methods.turboquant import LARGEST_SCALE, SCALE_BYTES, Quantised, TurboQuant
+
+log = logging.getLogger("vllm.kvfold")
 
 
 class PackedCode:
     """One pipeline's codes: as they are, or quantised part by part and laid side by side.
 
-    Of each part, all heads' codes come first and then their float16 scales.
+    Of each part, all heads' codes come first and then their float16 scales. Slots that have no
+    finite scale are told of in the log, once: vLLM knows no error of one request in a step, and
+    this one reads them as NaN, which no other request does.
     """
 
     def __init__(self, pipeline: Pipeline, dtype: torch.dtype) -> None:
+        self.layers = pipeline.layers
         self.bits = pipeline.bits
         self.parts: tuple[CodePart, ...] = pipeline.depth.code_parts
         self.code_width = pipeline.depth.code_width
         self.dtype = dtype
+        self._told = False
 
     @property
     def row_bytes(self) -> int:
@@ -39,6 +46,7 @@ class PackedCode:
             stop = start + part.heads * part.width
             vectors = codes[:, start:stop].reshape(len(codes), part.heads, part.width)
             stored = codec.encode(vectors)
+            self._tell_of_infinite(stored.scales)
             pieces.append(stored.codes.flatten(1))
             pieces.append(stored.scales.flatten(1).contiguous().view(torch.uint8))
             start = stop
@@ -58,6 +66,18 @@ class PackedCode:
             pieces.append(codec.decode(stored, dtype=self.dtype).flatten(1))
             start = stop
         return torch.cat(pieces, dim=1)
+
+    def _tell_of_infinite(self, scales: Tensor) -> None:
+        if self._told or bool(torch.isfinite(scales).all()):
+            return
+        self._told = True
+        log.error(
+            "kvfold: slots of layers %s have a root mean square above %s or are not finite, and "
+            "can't be quantised; answers that read them are worthless. Leave these layers out of "
+            "the plan's bits",
+            list(self.layers),
+            f"{LARGEST_SCALE:,.0f}",
+        )
 
     def _codecs(self) -> Iterator[tuple[CodePart, TurboQuant]]:
         assert self.bits is not None

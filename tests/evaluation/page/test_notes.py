@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from kvfold.evaluation.page.notes import notes_of
@@ -49,6 +50,13 @@ def test_a_task_that_the_plain_model_can_not_do_is_told_with_its_parts():
     assert ruler.startswith("ruler: the plain model itself is at the floor in ")
     assert "score/kind variable_tracking (1.0%);" in ruler
     assert "em,strict (2.0%), em,flexible (0.0%);" in gsm8k
+
+
+def test_a_part_of_the_items_is_told():
+    run = run_of()
+    (note,) = notes_of(dataclasses.replace(run, about={"config": {"fraction": 0.05}}))
+    assert note.startswith("Only 5.0% of the items")
+    assert not notes_of(dataclasses.replace(run, about={"config": {"fraction": 1.0}}))
 
 
 def test_prompts_that_are_read_exactly_are_told():

@@ -131,6 +131,15 @@ def test_several_runs_stand_on_one_page(folder):
     assert {"#run-1", "#run-2"} <= {value for name, value in read.attributes if name == "href"}
 
 
+def test_remarks_stand_at_the_top_as_plain_text(folder):
+    remarks = ("Without <b>GSM8K</b>.", "Sized for two cores.")
+    page = render_page([read_run(folder)], remarks)
+    read = Reader(page)
+    assert set(remarks) <= read.within("p") and page.index("two cores") < page.index("<main>")
+    markdown = render_markdown([read_run(folder)], remarks)
+    assert markdown.index("two cores") < markdown.index("###") and "<b>" not in markdown
+
+
 def test_a_run_without_cost_needles_and_layers_has_a_page(tiny_model, tmp_path):
     task = NextTokenTask("plainer", items=3)
     task.summary = lambda _: {}

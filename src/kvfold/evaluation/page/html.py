@@ -23,8 +23,8 @@ COLOURS = 8
 """Colours of subjects; the page's style has as many, and further subjects begin anew."""
 
 
-def render_page(runs: Sequence[Run]) -> str:
-    """The whole page as text."""
+def render_page(runs: Sequence[Run], remarks: Sequence[str] = ()) -> str:
+    """The whole page as text. remarks: of whoever makes it, at the top."""
     environment = Environment(
         loader=FunctionLoader(_part),
         autoescape=True,
@@ -45,6 +45,7 @@ def render_page(runs: Sequence[Run]) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("page.html.jinja").render(
         title=", ".join(dict.fromkeys(run.title for run in runs)),
+        remarks=remarks,
         runs=[_view(number, run) for number, run in enumerate(runs, start=1)],
         style=_part("page.css"),
         script=script,

@@ -9,9 +9,9 @@ from kvfold.evaluation.page.runs import Run
 from kvfold.evaluation.page.words import bytes_text, difference_text, interval_text, value_text
 
 
-def render_markdown(runs: Sequence[Run]) -> str:
-    """All runs, one table each."""
-    return "\n\n".join(_run(run) for run in runs) + "\n"
+def render_markdown(runs: Sequence[Run], remarks: Sequence[str] = ()) -> str:
+    """All runs, one table each. remarks: of whoever makes it, at the top."""
+    return "\n\n".join([*map(_escaped, remarks), *map(_run, runs)]) + "\n"
 
 
 def _run(run: Run) -> str:

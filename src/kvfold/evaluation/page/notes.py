@@ -19,7 +19,17 @@ SHARES = ("score", "accuracy")
 
 def notes_of(run: Run) -> tuple[str, ...]:
     """All that there is to say, in whole sentences."""
-    return (*_cut(run), *_floor(run), *_same(run), *_exact(run), *_code(run), *_peers(run))
+    kinds = (_part, _cut, _floor, _same, _exact, _code, _peers)
+    return tuple(note for told in kinds for note in told(run))
+
+
+def _part(run: Run) -> Iterator[str]:
+    fraction = run.about.get("config", {}).get("fraction", 1)
+    if fraction < 1:
+        yield (
+            f"Only {fraction:.1%} of the items were asked (--fraction), and of each task at least "
+            "one: differences that more items would show are within noise here."
+        )
 
 
 def _cut(run: Run) -> Iterator[str]:
