@@ -60,6 +60,36 @@ def test_equals_the_reference(monkeypatch, anchors, window, group, before, after
     assert torch.allclose(output, expected[0].transpose(0, 1), atol=1e-12)
 
 
+@pytest.mark.parametrize("block", [7, 1024])
+@pytest.mark.parametrize("before", [0, 59])
+def test_values_may_be_absorbed(monkeypatch, before, block):
+    """Codes are summed in place of values; both give the same."""
+    monkeypatch.setattr(module, "BLOCK", block)
+    after, code_width = 60, 11
+    schedule = Schedule(anchors=4, window=16, group=2)
+    keys, values = random(2, KV_HEADS, after, WIDTH)
+    slot_keys = random(KV_HEADS, schedule.made(after), WIDTH)
+    codes, maps = random(1, schedule.made(after), code_width), random(KV_HEADS, code_width, WIDTH)
+    held = exact_positions(schedule, before, after)
+
+    def output(of, absorbed=None):
+        def read(numbers):
+            part = slice(numbers.start, numbers.stop)
+            return KeysValues(slot_keys[:, part], of[:, part])
+
+        return attend(
+            random(after - before, HEADS, WIDTH),
+            torch.arange(before, after),
+            ExactRows(keys[:, held], values[:, held], held),
+            SCALING,
+            schedule,
+            Slots(schedule.slots(after), read, None, absorbed),
+        )
+
+    rebuilt, summed = output(codes @ maps), output(codes, lambda sums: sums @ maps)
+    assert torch.allclose(summed, rebuilt, atol=1e-12)
+
+
 def test_without_a_schedule_it_is_causal_attention():
     keys, values = random(2, KV_HEADS, 20, WIDTH)
     queries = random(5, HEADS, WIDTH)

@@ -17,10 +17,11 @@ from kvfold.runtime.schedule import Schedule
 
 BLOCK = 1024
 """Keys whose logits exist at once."""
+ABSORBED = "absorbed"
 
 
 class KeysValues(NamedTuple):
-    """Both (kv_heads, count, head_dim), post-norm and post-RoPE."""
+    """Both (kv_heads, count, head_dim), post-norm and post-RoPE; absorbed values are codes."""
 
     keys: Tensor
     values: Tensor
@@ -37,12 +38,15 @@ class ExactRows(NamedTuple):
 class Slots(NamedTuple):
     """A history: how many slots are visible, what reads a range of them, and the logits' bias.
 
-    bias: (heads,), or None.
+    bias: (heads,), or None. absorbed: what turns weighted sums (kv_heads, grouped, width) of what
+    `read` gives for values, (kv_heads or 1, count, width), into sums of values; None where it gives
+    values.
     """
 
     visible: int
     read: Callable[[range], KeysValues]
     bias: Tensor | None
+    absorbed: Callable[[Tensor], Tensor] | None = None
 
 
 def exact_positions(schedule: Schedule | None, before: int, after: int) -> Tensor:
@@ -82,7 +86,7 @@ def attend(
         held = exact.positions[None, block]
         seen = (held <= positions[:, None]) & ((held < anchors) | (held >= horizon[:, None]))
         pair = KeysValues(exact.keys[:, block], exact.values[:, block])
-        _add(state, grouped, pair, seen.repeat(repeat, 1), scaling, None)
+        _add(state, "values", grouped, pair, seen.repeat(repeat, 1), scaling, None)
     if slots is not None:
         assert schedule is not None
         bias = None
@@ -94,13 +98,19 @@ def attend(
             last = torch.arange(numbers.start + 1, numbers.stop + 1)
             ends = schedule.anchors + schedule.group * last.to(positions.device)
             seen = ends[None] <= horizon[:, None]
-            _add(state, grouped, slots.read(numbers), seen.repeat(repeat, 1), scaling, bias)
-    output = state.sums["values"] / state.total
+            name = "values" if slots.absorbed is None else ABSORBED
+            _add(state, name, grouped, slots.read(numbers), seen.repeat(repeat, 1), scaling, bias)
+    output = state.sums["values"]
+    if ABSORBED in state.sums:
+        assert slots is not None and slots.absorbed is not None
+        output = output + slots.absorbed(state.sums[ABSORBED][0])
+    output = output / state.total
     return output.view(kv_heads, repeat, new, width).permute(2, 0, 1, 3).reshape(queries.shape)
 
 
 def _add(
     state: StreamingSoftmax,
+    name: str,
     grouped: Tensor,
     pair: KeysValues,
     seen: Tensor,
@@ -110,4 +120,4 @@ def _add(
     logits = torch.matmul(grouped, pair.keys[None].transpose(2, 3)) * scaling
     if bias is not None:
         logits = logits + bias
-    state.add("values", logits, seen[None, None], pair.values[None])
+    state.add(name, logits, seen[None, None], pair.values[None])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +13,13 @@ from vllm.distributed import (
 
 from kvfold.anatomy import LayerAnatomy
 from kvfold.runtime.schedule import Schedule
-from kvfold.vllm.attend import ExactRows, KeysValues, Slots, attend, exact_positions
+from kvfold.vllm.attend import ExactRows, Slots, attend, exact_positions
 from kvfold.vllm.heads import LocalHeads
 from kvfold.vllm.owners import RowOwner
+from kvfold.vllm.slot_readers import AbsorbingReader, SlotReader, absorbable, pays
 
 if TYPE_CHECKING:
-    from kvfold.vllm.fold import Code, Folding
+    from kvfold.vllm.fold import Folding
 
 
 class FoldedAttention(nn.Module):
@@ -112,41 +112,20 @@ class FoldedAttention(nn.Module):
             ExactRows(keys, values, held.to(device)),
             self.scaling,
             self.schedule,
-            self._slots(folding, request, after) if self.folded else None,
+            self._slots(folding, request, len(queries), after) if self.folded else None,
         )
 
-    def _slots(self, folding: Folding, request: int, after: int) -> Slots | None:
+    def _slots(self, folding: Folding, request: int, new: int, after: int) -> Slots | None:
         code = folding.code_of(self.index)
         if code is None:
             return None
+        visible = code.schedule.slots(after)
         bias = code.pipeline.slot_bias(self.index)
         if bias is not None:
             bias = bias[self.local.first_head : self.local.first_head + self.local.heads]
-        reader = _SlotReader(folding, code, self, request)
-        return Slots(code.schedule.slots(after), reader, bias)
-
-
-@dataclass(frozen=True)
-class _SlotReader:
-    """Reads slots of one request as keys and values of one layer."""
-
-    folding: Folding
-    code: Code
-    stand_in: FoldedAttention
-    request: int
-
-    def __call__(self, numbers: range) -> KeysValues:
-        code, stand_in = self.code, self.stand_in
-        assert code.history is not None
-        device = code.history.kv_cache.device
-        slots = torch.arange(numbers.start, numbers.stop, device=device)
-        rows = code.history.read(self.request, slots + code.first_number, code.columns)
-        codes = code.packed.unpack(rows)
-        flat_keys, flat_values = code.pipeline.depth.decode(stand_in.index, codes[None])
-        keys = stand_in.local.own(flat_keys[0])
-        if stand_in.has_k_norm:
-            keys = stand_in.attention().k_norm(keys.contiguous())
-        place = code.pipeline.slot_position
-        first = code.schedule.anchors + (int(place) if place == int(place) else place)
-        rotation = self.folding.rotary.at(code.schedule.group * slots + first, keys)
-        return KeysValues(rotation.turn(keys[None])[0], stand_in.local.own(flat_values[0]))
+        maps = absorbable(code.pipeline.depth, self.index)
+        width = code.pipeline.depth.code_width
+        if maps is None or not pays(self.local, width, new, visible):
+            return Slots(visible, SlotReader(folding, code, self, request), bias)
+        reader = AbsorbingReader(folding, code, self, request, *maps)
+        return Slots(visible, reader, bias, reader.values)

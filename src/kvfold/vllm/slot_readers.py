@@ -1,0 +1,107 @@
+"""Slots of one request as a layer reads them: rebuilt, or with values absorbed.
+
+Rebuilt, every slot's code becomes keys and values of the layer. Absorbed, its code is summed in
+place of its values, and the sums are mapped once for each query: with few queries, as in decoding,
+that is far less work. Keys are rebuilt either way: RoPE turns each by another angle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvfold.methods.base import AffineMap, DepthMethod
+from kvfold.vllm.attend import KeysValues
+from kvfold.vllm.heads import LocalHeads
+
+if TYPE_CHECKING:
+    from kvfold.vllm.fold import Code, Folding
+    from kvfold.vllm.folded_attention import FoldedAttention
+
+
+class AffineMaps(NamedTuple):
+    """From a code to a layer's keys and values."""
+
+    keys: AffineMap
+    values: AffineMap
+
+
+def absorbable(method: DepthMethod, layer: int) -> AffineMaps | None:
+    """The layer's maps, or None where they are not affine, or the code holds what they make."""
+    if method.holds(layer):
+        return None
+    keys, values = method.affine_keys(layer), method.affine_values(layer)
+    return None if keys is None or values is None else AffineMaps(keys, values)
+
+
+def pays(local: LocalHeads, code_width: int, new: int, visible: int) -> bool:
+    """Whether absorbing values takes fewer multiplications than making them.
+
+    new: queries of a head. visible: slots that they read.
+    """
+    made = visible * code_width * local.kv_width + visible * local.heads * new * local.head_dim
+    summed = local.heads * new * code_width * (visible + local.head_dim)
+    return summed < made
+
+
+@dataclass(frozen=True)
+class SlotReader:
+    """Reads slots of one request as keys and values of one layer."""
+
+    folding: Folding
+    code: Code
+    stand_in: FoldedAttention
+    request: int
+
+    def __call__(self, numbers: range) -> KeysValues:
+        """Keys and values of these slots."""
+        slots, codes = self.codes(numbers)
+        keys, values = self.code.pipeline.depth.decode(self.stand_in.index, codes[None])
+        return KeysValues(self.finished(keys[0], slots), self.stand_in.local.own(values[0]))
+
+    def codes(self, numbers: range) -> tuple[Tensor, Tensor]:
+        """Slots' numbers (n,) and codes (n, code_width)."""
+        code = self.code
+        assert code.history is not None
+        device = code.history.kv_cache.device
+        slots = torch.arange(numbers.start, numbers.stop, device=device)
+        rows = code.history.read(self.request, slots + code.first_number, code.columns)
+        return slots, code.packed.unpack(rows)
+
+    def finished(self, flat: Tensor, slots: Tensor) -> Tensor:
+        """k_norm and RoPE: all heads' keys (n, width) to this device's, (kv_heads, n, head_dim)."""
+        code, stand_in = self.code, self.stand_in
+        keys = stand_in.local.own(flat)
+        if stand_in.has_k_norm:
+            keys = stand_in.attention().k_norm(keys.contiguous())
+        place = code.pipeline.slot_position
+        first = code.schedule.anchors + (int(place) if place == int(place) else place)
+        rotation = self.folding.rotary.at(code.schedule.group * slots + first, keys)
+        return rotation.turn(keys[None])[0]
+
+
+@dataclass(frozen=True)
+class AbsorbingReader(SlotReader):
+    """Reads slots of one request as keys of one layer and codes in place of values."""
+
+    key_map: AffineMap
+    value_map: AffineMap
+
+    def __call__(self, numbers: range) -> KeysValues:
+        """Keys of these slots, and their codes with a one behind each."""
+        slots, codes = self.codes(numbers)
+        keys = functional.linear(codes, *self.key_map)
+        # A value map's bias counts once per unit of weight: it is mapped from a column of ones.
+        ones = codes.new_ones(len(codes), 1)
+        return KeysValues(self.finished(keys, slots), torch.cat([codes, ones], dim=1)[None])
+
+    def values(self, summed: Tensor) -> Tensor:
+        """Sums of codes, (kv_heads, grouped, code_width + 1), to sums of values."""
+        local = self.stand_in.local
+        weight = local.own(self.value_map.weight.T.to(summed.dtype))
+        bias = local.own(self.value_map.bias[None].to(summed.dtype))
+        return torch.matmul(summed[..., :-1], weight) + summed[..., -1:] * bias
