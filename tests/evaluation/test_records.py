@@ -27,6 +27,11 @@ def test_records_come_with_their_lines_and_blank_lines_are_none(tmp_path):
     assert (first.where, second.where) == (f"{path}:1", f"{path}:4")
 
 
+def test_whole_characters_may_be_written_in_halves(tmp_path):
+    path = write(tmp_path, '{"text": "\\ud83d\\ude00", "ids": []}')
+    assert read_records(path, FIELDS, what="thing")[0].data["text"] == "\U0001f600"
+
+
 def test_no_more_are_read_than_asked_for(tmp_path):
     path = write(tmp_path, f"{GOOD}\n{GOOD}\nnonsense\n")
     assert len(read_records(path, FIELDS, what="thing", count=2)) == 2
@@ -43,6 +48,8 @@ def test_no_more_are_read_than_asked_for(tmp_path):
         ("caf\u00e9".encode("latin-1"), ":3 must be text in UTF-8; byte 3 of the line is 0xe9"),
         (GOOD.encode("utf-16"), ":3 must be text in UTF-8; byte 0"),
         ('{"text": "wrong", "ids": []}', ":3 is wrong"),
+        ('{"text": "\\ud83d!", "ids": []}', r":3 must be .* it has '\\ud83d' without the other"),
+        ('{"ids": ' + "[" * 100_000, ":3 must be a JSON object; it is nested too deeply"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, match):

@@ -78,8 +78,19 @@ def _record(
         ) from None
     try:
         data = json.loads(text)
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        # JSON can write half of a pair as \ud800, which is no character.
+        raise EvaluationError(
+            f"{where} must be a JSON object of texts that UTF-8 can write; it has "
+            f"{error.object[error.start]!a} without the other half; write the whole character"
+        ) from None
     except ValueError as error:
         raise EvaluationError(f"{where} must be a JSON object; {error}") from None
+    except RecursionError:
+        raise EvaluationError(
+            f"{where} must be a JSON object; it is nested too deeply; write it flatter"
+        ) from None
     if not isinstance(data, dict):
         raise EvaluationError(f"{where} must be a JSON object; got {_short(data)}")
     for name, kind in fields.items():

@@ -25,7 +25,7 @@ def gsm8k(
     files = data_files(settings, {n: f"gsm8k/{n}.jsonl" for n in ("train", "test")})
     fields = {"question": str, "answer": str}
     splits = {
-        name: read_records(path, fields, what="question", complaint=_lacks_a_number)
+        name: read_records(path, fields, what="question", complaint=_incomplete)
         for name, path in files.items()
     }
     require_harness()
@@ -42,7 +42,9 @@ def gsm8k(
     )
 
 
-def _lacks_a_number(record: Mapping[str, Any]) -> str | None:
-    if re.search(r"#### -?[0-9.,]+\s*$", record["answer"]):
+def _incomplete(record: Mapping[str, Any]) -> str | None:
+    if not record["question"].strip():
+        return "must have a question; got an empty one"
+    if re.search(r"#### -?[.,]*[0-9][0-9.,]*\s*$", record["answer"]):
         return None
     return "must have an answer that ends in #### and a number"

@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvfold.errors import EvaluationError, MissingExtraError
+from kvfold.errors import CorpusError, EvaluationError, MissingExtraError
+from kvfold.evaluation.encoding import encode
 from kvfold.evaluation.records import Record, file_digest
 from kvfold.evaluation.tasks.files import DATA_VARIABLE, named_data
 from kvfold.evaluation.tasks.harness_hints import without_hints
@@ -35,6 +37,9 @@ Splits = Mapping[str, Sequence[Record]]
 
 LOG_PROBABILITY = "perplexity"
 """What the harness calls a log-probability that it later makes a perplexity of."""
+
+PROMPTS_LOOKED_AT = 32
+"""To tell whether a tokenizer knows the language that a task is in."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,25 @@ class HarnessTask:
             raise EvaluationError(
                 f"{self.files['train']} must have at least {shots} records, which {self.name} "
                 f"draws examples from; got {len(examples)}"
+            )
+        if self.chosen.tokenizer is not None:
+            self._check_tokenizer(self.chosen.tokenizer)
+
+    def _check_tokenizer(self, tokenizer: Any) -> None:
+        """Raise `EvaluationError` for one whose model could only be wrong, or can't be asked."""
+        try:
+            encode("\n".join(i["prompt"] for i in self._items[:PROMPTS_LOOKED_AT]), tokenizer)
+        except CorpusError:
+            raise EvaluationError(
+                f"the task {self.name} must be in the model's language; the tokenizer does not "
+                "know most words of its prompts; leave the task out on this model"
+            ) from None
+        generates = self.harness.OUTPUT_TYPE == "generate_until"
+        if generates and getattr(tokenizer, "eos_token_id", None) is None:
+            raise EvaluationError(
+                f"the task {self.name} generates until a text's end and needs a tokenizer with an "
+                "end token (eos_token); this model's has none; leave the task out, or add the "
+                "token to the tokenizer's files"
             )
 
     @cached_property
@@ -233,12 +257,7 @@ class HarnessTask:
         return {LOG_PROBABILITY: float(made([a.scores["log_probability"] for a in answers]))}
 
     def _dataset(self, **_: Any) -> dict[str, Any]:
-        from datasets import Dataset
-
-        return {
-            split: Dataset.from_list([dict(record.data) for record in records])
-            for split, records in self.splits.items()
-        }
+        return {split: _table(records) for split, records in self.splits.items()}
 
     def _in_chat_template(self, history: Any, **options: Any) -> str:
         from lm_eval.models.huggingface import HFLM
@@ -255,6 +274,31 @@ def data_files(settings: TaskSettings, files: Mapping[str, str]) -> dict[str, Pa
     """
     folder = named_data(settings)
     return {} if folder is None else {split: folder / file for split, file in files.items()}
+
+
+def _table(records: Sequence[Record]) -> Any:
+    """Records as the harness has them: a table whose columns are each of one type.
+
+    Raises `EvaluationError` naming the first line that does not fit those before it.
+    """
+    from datasets import Dataset
+
+    def made(count: int) -> Any:
+        try:
+            return Dataset.from_list([dict(record.data) for record in records[:count]])
+        except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
+            return error
+
+    if not isinstance(found := made(len(records)), Exception):
+        return found
+    number = bisect_left(
+        range(len(records)), True, key=lambda n: isinstance(made(n + 1), Exception)
+    )
+    where, why = records[number].where, " ".join(str(made(number + 1)).split())
+    raise EvaluationError(
+        f"{where} must have values of the same types as the lines before it; {why[:200]}; write "
+        "each field alike on every line"
+    )
 
 
 def require_harness() -> None:

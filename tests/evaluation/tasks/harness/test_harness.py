@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -198,6 +199,8 @@ BAD = [
     ("lambada", "lambada/lambada_test.jsonl", {"txt": "a b"}, "text is missing"),
     ("gsm8k", "gsm8k/test.jsonl", {"question": "how many"}, "answer is missing"),
     ("gsm8k", "gsm8k/train.jsonl", {"question": "a", "answer": "4"}, "ends in #### and a number"),
+    ("gsm8k", "gsm8k/test.jsonl", {"question": "a", "answer": "#### ..,"}, "#### and a number"),
+    ("gsm8k", "gsm8k/test.jsonl", {"question": " ", "answer": "#### 4"}, "must have a question"),
     ("ifeval", "ifeval/input_data.jsonl", {"key": 7, "prompt": "a"}, "id_list is missing"),
 ]
 INSTRUCTED = {"key": 7, "prompt": "write", "instruction_id_list": ["punctuation:no_comma"]}
@@ -230,6 +233,37 @@ def test_instructions_that_the_scorer_can_not_judge_are_refused_by_their_line(da
         lines.write(json.dumps({**INSTRUCTED, **changes}) + "\n")
     with pytest.raises(EvaluationError, match=rf"input_data.jsonl:4 .*{match}"):
         ifeval(TaskSettings(data))
+
+
+def test_fields_that_are_not_of_one_type_are_refused_by_the_first_line_that_differs(data):
+    path = data / "ifeval/input_data.jsonl"
+    sentences = {**INSTRUCTED, "instruction_id_list": ["length_constraints:number_sentences"]}
+    with path.open("a") as lines:
+        for count in (3, "3", 4):
+            kwargs = [{"num_sentences": count, "relation": "at least"}]
+            lines.write(json.dumps({**sentences, "kwargs": kwargs}) + "\n")
+    with pytest.raises(EvaluationError, match=r"input_data.jsonl:5 must have values of the same"):
+        ifeval(TaskSettings(data))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_task_in_another_language_than_the_tokenizers_is_refused_at_once(data, name):
+    from kvfold.models import load_tokenizer
+
+    tokenizer = load_tokenizer("tiny-hybrid")
+    passage = {"text": "whoever speaks another tongue understands hardly anything whatever"}
+    (data / "lambada/lambada_test.jsonl").write_text(json.dumps(passage))
+    with pytest.raises(EvaluationError, match=rf"task {name} must be in the model's language"):
+        made(name, TaskSettings(data, tokenizer=tokenizer))
+
+
+def test_a_tokenizer_without_an_end_token_can_not_generate_until_the_end(data, words):
+    endless = copy.deepcopy(words)
+    endless.eos_token = None
+    assert made("lambada", TaskSettings(data, tokenizer=endless)).items()
+    for name in GENERATING:
+        with pytest.raises(EvaluationError, match=rf"task {name} .* an end token"):
+            made(name, TaskSettings(data, tokenizer=endless))
 
 
 def test_the_folder_may_be_named_by_the_environment(harness, data, monkeypatch):
