@@ -12,7 +12,8 @@ from kvfold.evaluation.cost import CostSettings, write_cost
 from kvfold.evaluation.page.html import render_page
 from kvfold.evaluation.page.markdown import render_markdown
 from kvfold.evaluation.page.runs import read_run
-from kvfold.evaluation.peers.peer import logits_apart
+from kvfold.evaluation.peers.peer import logits_apart, make_peers
+from kvfold.evaluation.peers.spec import parse_peers
 from kvfold.evaluation.runner import PLAIN
 from kvfold.evaluation.suite import Suite, run_suite
 from kvfold.evaluation.tasks import fidelity, needle, perplexity, turns
@@ -145,6 +146,11 @@ def test_a_model_with_other_than_full_attention_is_refused(hybrid_source, peer_o
         peer_of("plain", folder=hybrid_source).open(tiny, lambda _: None),
     ):
         pass
+
+
+def test_such_a_model_is_refused_before_a_worker_is_started(here, tiny_model):
+    with pytest.raises(PeerError, match="full attention, .*has linear_attention"):
+        make_peers(parse_peers("plain"), here, "somewhere", tiny_model("qwen3_5"), {})
 
 
 @pytest.fixture(scope="module")

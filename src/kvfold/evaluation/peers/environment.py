@@ -10,7 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -77,14 +78,8 @@ def peer_environment(folder: Path | None, say: Say) -> PeerEnvironment:
     folder: None for `default_folder()`. say: is told what is done, and what pip says. Raises
     `PeerError` for a folder with something else in it, or where the packages can't be installed.
     """
-    place = default_folder() if folder is None else folder.expanduser()
-    if place.exists() and not (place / "pyvenv.cfg").is_file() and any(place.iterdir()):
-        raise PeerError(
-            f"the peers' environment must be in a folder of its own; {place} has other files in "
-            "it; name a new folder with --peers-env"
-        )
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(place.with_name(f"{place.name}.lock")):
+    place = (default_folder() if folder is None else folder.expanduser()).absolute()
+    with _held(place):
         python = _python(place)
         if not python.exists():
             say(f"Making an environment for peers in {place}, once")
@@ -98,6 +93,29 @@ def peer_environment(folder: Path | None, say: Say) -> PeerEnvironment:
             _run(pip, " and ".join(wanted), say)
             found = PeerEnvironment.of(python)
         return found
+
+
+@contextmanager
+def _held(place: Path) -> Iterator[None]:
+    """Keep the environment's folder from other processes; raises `PeerError` if it can't be one."""
+    try:
+        if place.exists() and not (place / "pyvenv.cfg").is_file() and any(place.iterdir()):
+            raise PeerError(
+                f"the peers' environment must be in a folder of its own; {place} has other files "
+                "in it; name a new folder with --peers-env"
+            )
+        place.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(place.with_name(f"{place.name}.lock"))
+        lock.acquire()
+    except OSError as error:
+        raise PeerError(
+            f"the peers' environment must be in a folder that can be made and read; {place}: "
+            f"{error.strerror or error}; name a new folder with --peers-env"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _torch() -> str:

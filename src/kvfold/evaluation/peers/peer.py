@@ -166,6 +166,16 @@ def logits_apart(plain: Any, worker: WorkerProcess) -> float:
     return apart
 
 
+def check_model(model: Any) -> None:
+    """Raise `PeerError` for a model whose layers do not all have full attention."""
+    kinds = {layer.kind for layer in anatomy(model).layers}
+    if others := sorted(kinds - {"full_attention"}):
+        raise PeerError(
+            "peers are for models whose layers all have full attention, as kvpress takes them; "
+            f"{type(model).__name__} has {', '.join(others)}; leave --peers out on this model"
+        )
+
+
 def make_peers(
     specs: Sequence[PeerSpec],
     environment: PeerEnvironment,
@@ -175,8 +185,10 @@ def make_peers(
 ) -> dict[str, Peer]:
     """Peers by name; name: of the model, as `kvfold.models.load` takes it.
 
-    candidates: add-ons by name, which peers may be like (see `spec.check_likes`).
+    candidates: add-ons by name, which peers may be like (see `spec.check_likes`). Raises
+    `PeerError` as `check_model` does.
     """
+    check_model(model)
     shape = anatomy(model)
     made: dict[str, Peer] = {}
     for spec in specs:
