@@ -10,6 +10,7 @@ import pytest
 
 from kvfold.cli.suite_options import TASKS
 from kvfold.evaluation import configuration
+from kvfold.evaluation.peers import environment
 from kvfold.evaluation.tasks import registry
 from kvfold.evaluation.tasks.registry import MAKERS
 
@@ -177,6 +178,34 @@ def test_bad_options_are_explained(evaluate, tmp_path, options, tasks, words):
     assert words in flat(done)
     assert "Traceback" not in done.output
     assert not (tmp_path / "run" / "metrics.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--peers", "snapkv=unknown"), "this run has my-addon"),
+        (("--peers", "plain", "--peers-skip", "needle"), "that are asked, even; got needle"),
+    ],
+)
+def test_peers_are_checked_before_their_environment_is_made(
+    evaluate, tmp_path, monkeypatch, options, words
+):
+    monkeypatch.setattr(environment, "peer_environment", lambda *_: pytest.fail("was made"))
+    done = evaluate("--out", tmp_path / "run", *options, tasks="even")
+    assert done.exit_code == 2, done.output
+    assert words in flat(done)
+
+
+def test_a_model_that_no_peer_can_take_is_refused_before_anything_is_answered(
+    kvfold, evaluate, hybrid_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(environment, "peer_environment", lambda *_: pytest.fail("was made"))
+    done = kvfold(
+        "evaluate", hybrid_folder, "--tasks", "even", "--peers", "plain", "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert done.exit_code == 2, done.output
+    assert "has linear_attention; leave --peers out" in flat(done)
+    assert not (tmp_path / "run").exists()
 
 
 def test_tasks_may_have_limits_of_their_own(evaluate, tmp_path):

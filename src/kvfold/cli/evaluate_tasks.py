@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,10 +47,13 @@ def evaluate_tasks(options: SuiteOptions) -> None:
         lengths=parse_lengths(options.lengths or LENGTHS),
         speed_lengths=() if options.speed_lengths is None else parse_lengths(options.speed_lengths),
     )
+    _check_peers(options)
     screen = console()
+    suite = make_suite(options)
     environment = _environment(screen, options)
     make = partial(make_suite, options, environment)
-    suite = make()
+    if environment is not None:
+        suite = _with_peers(suite, options, environment)
     model, candidates, peers = suite.model, suite.candidates, suite.peers
     say_plans(screen, model, candidates)
     with _bar(screen) as watcher:
@@ -76,27 +80,26 @@ def evaluate_tasks(options: SuiteOptions) -> None:
     hold_against(screen, rules, [run])
 
 
-def make_suite(options: SuiteOptions, environment: PeerEnvironment | None) -> Suite:
+def make_suite(options: SuiteOptions, environment: PeerEnvironment | None = None) -> Suite:
     """The suite that a command line asks for; every process that answers makes it for itself.
 
-    environment: of the peers, None for none.
+    environment: of the peers; None leaves them out, but checks whether they can be asked: making
+    it may take minutes.
     """
     from kvfold.evaluation.candidates import with_plan
-    from kvfold.evaluation.peers.peer import Peer, make_peers
+    from kvfold.evaluation.peers.peer import check_model
     from kvfold.evaluation.peers.spec import check_likes, parse_peers
     from kvfold.evaluation.suite import Suite
-    from kvfold.evaluation.tasks.registry import make_tasks
+    from kvfold.evaluation.tasks.registry import make_tasks, stored_name
 
     model, tokenizer = load_model(options.model, options.dtype, options.device)
     candidates = {
         name: with_plan(found, **options.changes)
         for name, found in load_addons(options.addons, model).items()
     }
-    peers: dict[str, Peer] = {}
-    if environment is not None:
-        specs = parse_peers(options.peers or "")
-        check_likes(specs, list(candidates))
-        peers = make_peers(specs, environment, options.model, model, candidates)
+    if options.peers is not None:
+        check_model(model)
+        check_likes(parse_peers(options.peers), list(candidates))
     limit, limits = parse_limits(options.limit)
     tasks = make_tasks(
         names_in(options.tasks),
@@ -104,10 +107,20 @@ def make_suite(options: SuiteOptions, environment: PeerEnvironment | None) -> Su
         limits,
         parse_tokens(options.answer_tokens),
     )
-    return Suite(
-        *(model, tokenizer, candidates, tasks, options.seed, options.config(), peers),
-        peers_skip=names_in(options.peers_skip or ""),
+    suite = Suite(
+        *(model, tokenizer, candidates, tasks, options.seed, options.config()),
+        peers_skip=[stored_name(name) for name in names_in(options.peers_skip or "")],
     )
+    return suite if environment is None else _with_peers(suite, options, environment)
+
+
+def _with_peers(suite: Suite, options: SuiteOptions, environment: PeerEnvironment) -> Suite:
+    from kvfold.evaluation.peers.peer import make_peers
+    from kvfold.evaluation.peers.spec import parse_peers
+
+    specs = parse_peers(options.peers or "")
+    peers = make_peers(specs, environment, options.model, suite.model, suite.candidates)
+    return replace(suite, peers=peers)
 
 
 def hold_against(screen: Console, rules: Sequence[Rule], runs: Sequence[Run]) -> None:
@@ -163,17 +176,24 @@ def _bar(screen: Console) -> Iterator[_BarWatcher]:
         yield _BarWatcher(screen, bar, shown)
 
 
+def _check_peers(options: SuiteOptions) -> None:
+    """What of the peers can be checked without a model; raises what is wrong."""
+    from kvfold.evaluation.peers.spec import parse_peers
+
+    if options.peers is not None:
+        parse_peers(options.peers)
+        return
+    for name, value in (("env", options.peers_env), ("skip", options.peers_skip)):
+        if value is not None:
+            raise typer.BadParameter(f"--peers-{name} is for --peers; name some, or leave it")
+
+
 def _environment(screen: Console, options: SuiteOptions) -> PeerEnvironment | None:
     """The peers' environment, None without peers; what pip says is shown while it works."""
     from kvfold.evaluation.peers.environment import peer_environment
-    from kvfold.evaluation.peers.spec import parse_peers
 
     if options.peers is None:
-        for name, value in (("env", options.peers_env), ("skip", options.peers_skip)):
-            if value is not None:
-                raise typer.BadParameter(f"--peers-{name} is for --peers; name some, or leave it")
         return None
-    parse_peers(options.peers)
     with screen.status("Looking into the peers' environment") as status:
         found = peer_environment(
             options.peers_env, lambda line: status.update(_unmarked(line[:WIDTH]))

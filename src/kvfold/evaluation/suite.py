@@ -27,6 +27,7 @@ from kvfold.evaluation.report import write_json
 from kvfold.evaluation.run_file import write_run_file
 from kvfold.evaluation.runner import PLAIN, check_names
 from kvfold.evaluation.side_by_side import Helpers, answer_side_by_side
+from kvfold.evaluation.tasks.registry import shown_name
 from kvfold.evaluation.tasks.task import Answer, Item, Task
 from kvfold.folder_lock import alone_in
 from kvfold.runtime.attach import AddOnLike
@@ -69,8 +70,8 @@ class Suite:
         unknown = sorted(set(self.peers_skip) - set(names))
         if unknown:
             raise EvaluationError(
-                f"peers can only skip tasks that are asked, {', '.join(names)}; got "
-                f"{', '.join(unknown)}"
+                f"peers can only skip tasks that are asked, {', '.join(map(shown_name, names))}; "
+                f"got {', '.join(unknown)}"
             )
         for addon in self.candidates.values():
             addon.check_base(self.model)

@@ -29,7 +29,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
 def test_a_place_where_no_folder_can_be_is_told(tmp_path, place):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "locked.lock").mkdir()
-    with pytest.raises(PeerError, match="a folder that can be made and read.*--peers-env"):
+    with pytest.raises(PeerError, match=r"a folder that can be made and read.*--peers-env"):
         peer_environment(tmp_path / place, lambda _: None)
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -149,7 +149,7 @@ def test_a_model_with_other_than_full_attention_is_refused(hybrid_source, peer_o
 
 
 def test_such_a_model_is_refused_before_a_worker_is_started(here, tiny_model):
-    with pytest.raises(PeerError, match="full attention, .*has linear_attention"):
+    with pytest.raises(PeerError, match=r"full attention, .*has linear_attention"):
         make_peers(parse_peers("plain"), here, "somewhere", tiny_model("qwen3_5"), {})
 
 

@@ -31,6 +31,9 @@ MAKERS: Mapping[str, str] = MappingProxyType(
         "fidelity": f"{_HERE}.fidelity:make",
     }
 )
+STORED_NAMES: Mapping[str, str] = MappingProxyType({"ruler-file": "ruler_file"})
+"""What tasks are called in runs, where that is not their name on the command line."""
+
 MAY_BE_CUT = ("gsm8k", "ifeval")
 """Tasks whose answers may end earlier than their own settings have it."""
 
@@ -38,6 +41,16 @@ MAY_BE_CUT = ("gsm8k", "ifeval")
 def task_names() -> tuple[str, ...]:
     """Every task's name, in the order in which help and errors list them."""
     return tuple(MAKERS)
+
+
+def stored_name(name: str) -> str:
+    """What a task that the command line names is called in runs."""
+    return STORED_NAMES.get(name, name)
+
+
+def shown_name(stored: str) -> str:
+    """What a run's task is called on the command line, and wherever a person reads of it."""
+    return next((name for name, other in STORED_NAMES.items() if other == stored), stored)
 
 
 def make_task(name: str, settings: TaskSettings) -> Task:
