@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvfold.cli.suite_options import TASKS
+from kvfold.errors import PeerError
 from kvfold.evaluation import configuration
 from kvfold.evaluation.peers import environment
 from kvfold.evaluation.tasks import registry
@@ -35,9 +36,10 @@ def evaluate(kvfold, tiny_folder, addon_folder, made_tasks):
 
         return make
 
-    module = SimpleNamespace(even=maker("even"), needle=maker("needle"))
-    patch.setitem(sys.modules, "some_tasks", module)
-    patch.setattr(registry, "MAKERS", {n: f"some_tasks:{n}" for n in ("even", "needle")})
+    names = {"even": "even", "needle": "needle", "ruler-file": "ruler_file"}
+    made = SimpleNamespace(**{stored: maker(stored) for stored in names.values()})
+    patch.setitem(sys.modules, "some_tasks", made)
+    patch.setattr(registry, "MAKERS", {n: f"some_tasks:{s}" for n, s in names.items()})
 
     def run(*more, addons=(addon_folder,), tasks="even,needle"):
         chosen = [part for addon in addons for part in ("--addon", addon)]
@@ -152,7 +154,7 @@ def test_evaluate_itself_can_fail_a_build_and_needs_no_addon(evaluate, tmp_path)
     ("options", "tasks", "words"),
     [
         ((), "even", "--out"),
-        (("--out", "{}"), "evn", "one of even, needle; got 'evn'"),
+        (("--out", "{}"), "evn", "one of even, needle, ruler-file; got 'evn'"),
         (("--out", "{}"), ",", "at least one task"),
         (("--out", "{}", "--peers", "snapkv"), "even", "expected-attention"),
         (("--out", "{}", "--peers", " "), "even", "at least one peer"),
@@ -206,6 +208,43 @@ def test_a_model_that_no_peer_can_take_is_refused_before_anything_is_answered(
     assert done.exit_code == 2, done.output
     assert "has linear_attention; leave --peers out" in flat(done)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_task_goes_by_its_name_on_the_command_line_wherever_it_is_shown(
+    evaluate, kvfold, tmp_path
+):
+    rule, page, table = (tmp_path / name for name in ("rule.yaml", "page.html", "table.md"))
+    rule.write_text("ruler-file.acc: {min: 0}")
+    told = [
+        evaluate(
+            "--out", tmp_path / "run", "--no-speed", "--fail-under", rule, addons=(),
+            tasks="ruler-file",
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    assert [done.exit_code for done in told] == [0, 0], told[0].output
+    assert "ruler-file.acc" in flat(told[0]) and "ruler-file of no compression" in flat(told[1])
+    assert "All 1 rules are kept" in flat(told[1])
+    assert "ruler_file" not in flat(told[0]) + flat(told[1])
+    kvfold("report", tmp_path / "run", "--out", page, "--markdown", table)
+    assert "ruler-file: acc" in table.read_text()
+    shown = page.read_text()
+    assert "<h3>ruler-file <small>" in shown and '<th scope="col">ruler-file<br>' in shown
+    assert list(json.loads((tmp_path / "run/metrics.json").read_text())["tasks"]) == ["ruler_file"]
+
+
+@pytest.mark.parametrize("name", ["ruler-file", "ruler_file"])
+def test_peers_can_skip_a_task_by_its_name_on_the_command_line(
+    evaluate, tmp_path, monkeypatch, name
+):
+    def made(*_):
+        raise PeerError("the peers are next")
+
+    monkeypatch.setattr(environment, "peer_environment", made)
+    done = evaluate(
+        "--out", tmp_path / "run", "--peers", "plain", "--peers-skip", name, tasks="ruler-file"
+    )
+    assert "the peers are next" in flat(done), done.output
 
 
 def test_tasks_may_have_limits_of_their_own(evaluate, tmp_path):

@@ -71,6 +71,15 @@ def test_rises_of_other_figures_are_fractions_of_the_plain_models(checked, limit
     assert checks[0].measured == pytest.approx(0.025)
 
 
+@pytest.mark.parametrize("name", ["ruler-file", "ruler_file"])
+def test_a_task_may_be_named_as_on_the_command_line(checked, metrics, name):
+    renamed = json.loads(json.dumps(metrics).replace('"stated"', '"ruler_file"'))
+    (check,) = checked(f"{name}.acc: {{min: 0.5, subjects: [a]}}", renamed)
+    assert check.passed and check.rule.metric == "ruler-file.acc"
+    with pytest.raises(EvaluationError, match=r"none of a's: ruler-file\.acc"):
+        checked(f"{name}.none: {{min: 0.5}}", renamed)
+
+
 def test_several_rules_of_a_metric_are_all_checked(checked):
     checks = checked(
         "stated.acc:\n- {max_drop: 0.02, subjects: [a]}\n- {min: 0.1, max: 0.5, subjects: [b]}\n"

@@ -149,11 +149,13 @@ class _BarWatcher:
 
     def progress(self, subject: str, task: str, done: int, total: int) -> None:
         """So many of a pair's items are answered."""
+        from kvfold.evaluation.tasks.registry import shown_name
+
         if subject not in self.rows:
             self.rows[subject] = self.bar.add_task(subject, rate="")
         self.bar.update(
             self.rows[subject],
-            description=f"{_unmarked(subject)}: {_unmarked(task)}",
+            description=f"{_unmarked(subject)}: {_unmarked(shown_name(task))}",
             completed=done,
             total=total,
             visible=done < total,

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from kvfold.errors import EvaluationError
+from kvfold.evaluation.tasks.registry import shown_name, stored_name
 
 BOUNDS = ("max_drop", "max_rise", "min", "max")
 ROUNDING = 1e-9
@@ -126,6 +127,8 @@ def _rules(path: Path, metric: Any, entry: Any) -> list[Rule]:
         raise EvaluationError(f"{where}: subjects must be a list of names; got {subjects!r}")
     named = None if subjects is None else tuple(subjects)
     bounds = {key: limit for key, limit in entry.items() if key != "subjects"}
+    task, _, name = metric.partition(".")
+    metric = f"{shown_name(task)}.{name}"  # which may have been named as it is in metrics.json
     return [Rule(metric, key, _limit(where, key, limit), named) for key, limit in bounds.items()]
 
 
@@ -176,9 +179,9 @@ def _check(rule: Rule, subject: str, metrics: Mapping[str, Any]) -> Check:
 
 def _figure(metric: str, subject: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     task, _, name = metric.partition(".")
-    by_task = metrics["results"][subject]
+    by_task, task = metrics["results"][subject], stored_name(task)
     if name not in by_task.get(task, {}):
-        known = [f"{t}.{m}" for t, found in by_task.items() for m in found]
+        known = [f"{shown_name(t)}.{m}" for t, found in by_task.items() for m in found]
         raise EvaluationError(
             f"a rule needs a metric of the run; {metric!r} is none of {subject}'s: "
             f"{', '.join(known)}"

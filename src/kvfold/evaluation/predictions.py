@@ -21,6 +21,7 @@ from kvfold.errors import EvaluationError, ReportError
 from kvfold.evaluation.configuration import changed_keys, digest
 from kvfold.evaluation.report import read_json, write_json
 from kvfold.evaluation.runner import PLAIN
+from kvfold.evaluation.tasks.registry import shown_name
 from kvfold.evaluation.tasks.task import Answer
 
 PREDICTIONS, REPLACED = "predictions", "replaced"
@@ -75,7 +76,7 @@ class Predictions:
     @property
     def pair(self) -> str:
         """What messages call it."""
-        return f"{self.task} of {self.subject}"
+        return f"{shown_name(self.task)} of {self.subject}"
 
     def open(self, elsewhere: Mapping[str, Path] | None = None) -> tuple[int, str | None]:
         """How many answers are there already, and what a user should be told about them, if so.

@@ -59,6 +59,22 @@ def test_a_part_of_the_items_is_told():
     assert not notes_of(dataclasses.replace(run, about={"config": {"fraction": 1.0}}))
 
 
+def test_a_limit_is_told_as_well():
+    run = dataclasses.replace(run_of(), about={"config": {"limit": "200,gsm8k=20"}})
+    (note,) = notes_of(run)
+    assert note.startswith("No more items were asked than --limit 200,gsm8k=20 lets")
+    assert not notes_of(dataclasses.replace(run, about={"config": {"limit": None}}))
+
+
+def test_a_file_of_which_some_lines_are_asked_is_told_by_the_tasks_own_name():
+    run = run_of({"ruler_file": []})
+    run.metrics["tasks"]["ruler_file"] |= {"items": 20, "settings": {"of_lines": 500}}
+    (note,) = notes_of(run)
+    assert note.startswith("ruler-file: 20 of the file's 500 prompts") and "at most 20" in note
+    run.metrics["tasks"]["ruler_file"]["settings"]["of_lines"] = 20
+    assert not notes_of(run)
+
+
 def test_prompts_that_are_read_exactly_are_told():
     described = {
         (PLAIN, "t"): answered(),

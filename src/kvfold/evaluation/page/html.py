@@ -18,6 +18,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from kvfold.evaluation.page import words
 from kvfold.evaluation.page.charts import LayerPlot, Plot, layer_plot, quality_plot
 from kvfold.evaluation.page.runs import Cell, Run, leaves
+from kvfold.evaluation.tasks.registry import shown_name
 
 COLOURS = 8
 """Colours of subjects; the page's style has as many, and further subjects begin anew."""
@@ -40,6 +41,7 @@ def render_page(runs: Sequence[Run], remarks: Sequence[str] = ()) -> str:
         size=words.bytes_text,
         seconds=words.seconds_text,
         raw=_raw,
+        task_name=shown_name,
     )
     script = _part("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -87,7 +89,9 @@ def _plots(run: Run, numbers: Mapping[str, int]) -> list[Plot]:
         return []
     tokens, sizes = known
     made = (
-        quality_plot(f"{task}: {metric}", run.figures(task, metric), sizes, tokens, numbers)
+        quality_plot(
+            f"{shown_name(task)}: {metric}", run.figures(task, metric), sizes, tokens, numbers
+        )
         for task, metric in run.headlines()
     )
     return [plot for plot in made if plot is not None]
@@ -95,7 +99,7 @@ def _plots(run: Run, numbers: Mapping[str, int]) -> list[Plot]:
 
 def _layers(run: Run, numbers: Mapping[str, int]) -> list[LayerPlot]:
     return [
-        layer_plot(f"{task}: {measure}", values, numbers)
+        layer_plot(f"{shown_name(task)}: {measure}", values, numbers)
         for (task, measure), values in run.layers().items()
     ]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from kvfold.evaluation.page.runs import Run
 from kvfold.evaluation.page.words import bytes_text, difference_text, interval_text, value_text
+from kvfold.evaluation.tasks.registry import shown_name
 
 
 def render_markdown(runs: Sequence[Run], remarks: Sequence[str] = ()) -> str:
@@ -17,7 +18,7 @@ def render_markdown(runs: Sequence[Run], remarks: Sequence[str] = ()) -> str:
 def _run(run: Run) -> str:
     sizes = run.sizes()
     headings = ["", *(["stored", "smaller"] if sizes else [])]
-    headings += [f"{_escaped(task)}: {_escaped(metric)}" for task, metric in run.headlines()]
+    headings += [f"{_escaped(shown_name(t))}: {_escaped(m)}" for t, m in run.headlines()]
     rows = [headings, ["---", *["--:"] * (len(headings) - 1)]]
     for name in run.subjects:
         row = [_escaped(name)]
@@ -42,7 +43,8 @@ def _run(run: Run) -> str:
 def _source(run: Run, tokens: int | None) -> str:
     """How the figures were made, as a paragraph."""
     counts = ", ".join(
-        f"{_escaped(task)} {about['items']:,}" for task, about in run.metrics["tasks"].items()
+        f"{_escaped(shown_name(task))} {about['items']:,}"
+        for task, about in run.metrics["tasks"].items()
     )
     machine = run.about.get("machine", {})
     where = [

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvfold.evaluation.peers.peer import NOTES
+from kvfold.evaluation.tasks.registry import shown_name
+from kvfold.evaluation.tasks.ruler import FILE_ITEMS
 
 if TYPE_CHECKING:
     from kvfold.evaluation.page.runs import Run
@@ -24,12 +26,25 @@ def notes_of(run: Run) -> tuple[str, ...]:
 
 
 def _part(run: Run) -> Iterator[str]:
-    fraction = run.about.get("config", {}).get("fraction", 1)
+    config = run.about.get("config", {})
+    fraction, limit = config.get("fraction", 1), config.get("limit")
     if fraction < 1:
         yield (
             f"Only {fraction:.1%} of the items were asked (--fraction), and of each task at least "
             "one: differences that more items would show are within noise here."
         )
+    if limit is not None:
+        yield (
+            f"No more items were asked than --limit {limit} lets each task have: differences that "
+            "more items would show are within noise here."
+        )
+    for task, about in run.metrics["tasks"].items():
+        lines = about.get("settings", {}).get("of_lines", 0)
+        if about.get("items", 0) < lines:
+            yield (
+                f"{shown_name(task)}: {about['items']} of the file's {lines:,} prompts were asked, "
+                f"spread evenly; of any file it asks at most {FILE_ITEMS}, whatever --limit says."
+            )
 
 
 def _cut(run: Run) -> Iterator[str]:
@@ -37,8 +52,9 @@ def _cut(run: Run) -> Iterator[str]:
         tokens = about.get("settings", {}).get("answers_cut_at")
         if tokens is not None:
             yield (
-                f"{task}: every subject's answers end after {tokens} tokens at the latest, by "
-                "choice of this run; figures made with the harness's own number are not comparable."
+                f"{shown_name(task)}: every subject's answers end after {tokens} tokens at the "
+                "latest, by choice of this run; figures made with the harness's own number are not "
+                "comparable."
             )
 
 
@@ -55,8 +71,8 @@ def _floor(run: Run) -> Iterator[str]:
             figures = run.metrics["results"][run.plain][task]
             named = ", ".join(f"{m} ({100 * figures[m]['value']:.1f}%)" for m in told)
             yield (
-                f"{task}: the plain model itself is at the floor in {named}; on these items there "
-                "is nothing to lose, so a figure that is no lower says nothing."
+                f"{shown_name(task)}: the plain model itself is at the floor in {named}; on these "
+                "items there is nothing to lose, so a figure that is no lower says nothing."
             )
 
 
@@ -72,8 +88,9 @@ def _same(run: Run) -> Iterator[str]:
                 same.setdefault(plan["anchors"] + plan["window"], []).append(name)
         for kept, names in same.items():
             yield (
-                f"{task}: every score of {', '.join(names)} is the plain model's. Texts of up to "
-                f"{kept} tokens (anchors and window) are not folded at all; longer ones tell more."
+                f"{shown_name(task)}: every score of {', '.join(names)} is the plain model's. "
+                f"Texts of up to {kept} tokens (anchors and window) are not folded at all; longer "
+                "ones tell more."
             )
 
 
@@ -104,7 +121,7 @@ def _code(run: Run) -> Iterator[str]:
     for (subject, task), described in run.described.items():
         for code in described.get("code", ()):
             words = f"{code['commit'] or 'no commit'}, sources {code['sources'][:12]}"
-            by_code.setdefault(words, []).append(f"{task} of {subject}")
+            by_code.setdefault(words, []).append(f"{shown_name(task)} of {subject}")
     if len(by_code) < 2:
         return
     most = max(by_code, key=lambda words: len(by_code[words]))
@@ -128,4 +145,4 @@ def _peers(run: Run) -> Iterator[str]:
         for task, reason in tasks.items():
             unasked.setdefault((task, reason), []).append(name)
     for (task, reason), names in unasked.items():
-        yield f"{', '.join(names)}: not asked {task}: {reason}."
+        yield f"{', '.join(names)}: not asked {shown_name(task)}: {reason}."

@@ -19,6 +19,7 @@ from kvfold.evaluation.page.words import (
     verdict_text,
 )
 from kvfold.evaluation.report import bare_table
+from kvfold.evaluation.tasks.registry import shown_name
 
 COLOURS = {"better": "green", "worse": "red"}
 
@@ -36,7 +37,7 @@ def figures_table(run: Run) -> Table:
     metrics = ((t, m) for t in run.metrics["tasks"] for m in run.metric_names(t) if "/" not in m)
     for task, metric in metrics:
         found = run.figures(task, metric)
-        table.add_row(escape(f"{task}.{metric}"), style="bold")
+        table.add_row(escape(f"{shown_name(task)}.{metric}"), style="bold")
         for index, (name, figure) in enumerate(found.items()):
             verdict = verdict_text(figure)
             table.add_row(
