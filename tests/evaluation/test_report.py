@@ -170,6 +170,26 @@ def test_an_interrupted_write_leaves_the_old_file_and_no_other(tmp_path, monkeyp
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
 
 
+def test_a_link_stays_a_link_to_the_file_that_is_written(tmp_path):
+    target, link = tmp_path / "there" / "table.md", tmp_path / "table.md"
+    link.symlink_to(target)
+    for content in (b"new", b"newer"):
+        write_atomically(link, content)
+        assert link.is_symlink() and target.read_bytes() == content
+    assert [path.name for path in target.parent.iterdir()] == ["table.md"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_no_regular_file_is_refused_and_stays(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("pipe", "folder", "loop"):
+        with pytest.raises(ReportError, match="can't write"):
+            write_atomically(tmp_path / name, b"new")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "loop").is_symlink()
+
+
 def test_a_place_that_can_not_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ReportError, match="can't write"):

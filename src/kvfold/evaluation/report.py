@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -265,16 +266,39 @@ def plot_format(path: Path) -> str:
     return file_format
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file through a neighbour that is then renamed, so that it is never half there."""
-    temporary = None
+def place_of(path: Path) -> Path:
+    """Where a file that is named so is written: a link is followed, so that it stays a link.
+
+    Raises `ReportError` for what is there and is no regular file: a folder, a pipe or a device,
+    which a file would take the place of.
+    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        regular = True
+    except OSError as error:
+        raise ReportError(f"can't write {path}: {error.strerror or error}") from error
+    if not regular:
+        raise ReportError(
+            f"can't write {path}: it is there and is no regular file; name a file, new or to be "
+            "replaced"
+        )
+    return Path(os.path.realpath(path))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file through a neighbour that is then renamed, so that it is never half there.
+
+    Raises `ReportError` where that can't be, and as `place_of` does.
+    """
+    place, temporary = place_of(path), None
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
         Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        Path(temporary).replace(place)
     except OSError as error:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
