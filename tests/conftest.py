@@ -1,10 +1,13 @@
-"""Fixtures that all tests share: tiny random models, the embedded model, the data folder."""
+"""Fixtures that all tests share: tiny random models, the embedded model, the data folder, a
+browser.
+"""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SHARED: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -191,3 +195,22 @@ def data_folder() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no data folder at {folder}; set KVFOLD_DATA to one with wikitext-2/ in it")
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium as the system has it: none is downloaded."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = os.environ.get("KVFOLD_CHROMIUM") or next(
+        filter(None, map(shutil.which, BROWSERS)), None
+    )
+    if found is None:
+        pytest.skip(
+            f"no Chromium: none of {', '.join(BROWSERS)} is in PATH, nor KVFOLD_CHROMIUM set"
+        )
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(
+            executable_path=found, args=["--no-sandbox"] if os.geteuid() == 0 else []
+        )
+        yield launched
+        launched.close()

@@ -168,6 +168,8 @@ def test_evaluate_itself_can_fail_a_build_and_needs_no_addon(evaluate, tmp_path)
         (("--out", "{}", "--limit", "0"), "even", "from 1 on"),
         (("--out", "{}", "--limit", "even=few"), "even", "from 1 on"),
         (("--out", "{}", "--limit", "3,4"), "even", "one number a task"),
+        (("--out", "{}", "--limit", "9" * 5001), "even", "from 1 on"),
+        (("--out", "{}", "--lengths", "9" * 5001), "even", "token counts"),
         (("--out", "{}", "--limit", "needle=4"), "even", "one of needle"),
         (("--out", "{}", "--answer-tokens", "9"), "even", "TASK=N"),
         (("--out", "{}", "--answer-tokens", "even=9"), "even", "gsm8k, ifeval"),
@@ -258,6 +260,12 @@ def test_options_of_a_run_are_refused_without_tasks(kvfold, tiny_folder, addon_f
     done = kvfold("evaluate", tiny_folder, "--addon", addon_folder, "--limit", 3)
     assert done.exit_code == 2
     assert "--limit belongs to --tasks" in flat(done)
+
+
+def test_a_remark_that_would_stand_nowhere_is_refused(kvfold, finished):
+    done = kvfold("report", finished[0], "--remark", "made on a Tuesday")
+    assert done.exit_code == 2
+    assert "name a file with --out or --markdown" in flat(done)
 
 
 def test_a_folder_that_is_no_run_is_named(kvfold, tmp_path):

@@ -71,6 +71,24 @@ def test_rises_of_other_figures_are_fractions_of_the_plain_models(checked, limit
     assert checks[0].measured == pytest.approx(0.025)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"a.b: {{min: {'9' * 400}}}", "min must be a number; got 9999"),
+        (f"a.b: {{min: {'9' * 5000}}}", "valid YAML or JSON"),
+        (f"a.b: {{min: 0x{'f' * 5000}}}", "min must be a number; got a number of very many"),
+        ("a.b: &x [*x]", r"with one of max_drop, .*; got \[\["),
+        ("a.b: &x {min: *x}", "min must be a number; got"),
+        ("a.b: {min: 2020-13-41}", "valid YAML or JSON"),
+        (f"a.b: {'[' * 2000}{']' * 2000}", "nested so deeply"),
+    ],
+)
+def test_rules_that_have_no_end_or_no_float_are_refused_in_a_few_words(checked, text, words):
+    with pytest.raises(EvaluationError, match=words) as refused:
+        checked(text)
+    assert len(str(refused.value)) < 600
+
+
 @pytest.mark.parametrize("name", ["ruler-file", "ruler_file"])
 def test_a_task_may_be_named_as_on_the_command_line(checked, metrics, name):
     renamed = json.loads(json.dumps(metrics).replace('"stated"', '"ruler_file"'))

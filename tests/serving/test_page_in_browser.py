@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -20,27 +18,11 @@ from kvfold.serving.lane import Lane
 from kvfold.serving.stored import StoredPrefixes
 from kvfold.store.prefix_store import PrefixStore
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE = 60_000  # milliseconds, for machines that have other things to do
 STICKING_OUT = """
     [...document.querySelectorAll('.side *, #ask *, .top *')]
         .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML)
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium as the system has it: none is downloaded."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = os.environ.get("KVFOLD_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        pytest.skip(f"no Chromium: none of {', '.join(NAMES)} is in PATH, nor KVFOLD_CHROMIUM set")
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=found, args=["--no-sandbox"] if os.geteuid() == 0 else []
-        )
-        yield launched
-        launched.close()
 
 
 @pytest.fixture

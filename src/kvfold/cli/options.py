@@ -184,14 +184,18 @@ def _short_name(name: str, taken: dict[str, Any]) -> str:
     return next(f"{short} ({n})" for n in range(2, len(taken) + 3) if f"{short} ({n})" not in taken)
 
 
+MOST_DIGITS = 18
+"""Of a number of tokens or items: far more than there can be of anything."""
+
+
 def parse_lengths(text: str) -> tuple[int, ...]:
     """Token counts from `4096,32768` or `4k,32k`; raises `typer.BadParameter`."""
     lengths = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        match = re.fullmatch(r"(\d+)(k?)", part.lower().replace("_", ""))
+        match = re.fullmatch(rf"([0-9]{{1,{MOST_DIGITS}}})(k?)", part.lower().replace("_", ""))
         if match is None or int(match[1]) == 0:
             raise typer.BadParameter(
-                f"lengths are token counts such as 4096,32768 or 4k,32k; got {part!r}"
+                f"lengths are token counts such as 4096,32768 or 4k,32k; got {part[:80]!r}"
             )
         lengths.append(int(match[1]) * (1024 if match[2] else 1))
     if not lengths:

@@ -33,7 +33,11 @@ def report_command(
     ] = None,
     remarks: Annotated[
         list[str] | None,
-        typer.Option("--remark", metavar="TEXT", help="Say this at the top; may be repeated."),
+        typer.Option(
+            "--remark",
+            metavar="TEXT",
+            help="Say this at the top of page and Markdown; may be repeated.",
+        ),
     ] = None,
     fail_under: FailUnderOption = None,
 ) -> None:
@@ -45,6 +49,10 @@ def report_command(
     from kvfold.evaluation.page.table import cost_tables, figures_table
     from kvfold.evaluation.report import write_atomically
 
+    if remarks and out is None and markdown is None:
+        raise typer.BadParameter(
+            "--remark is for a page or Markdown; name a file with --out or --markdown, or leave it"
+        )
     rules = () if fail_under is None else read_rules(fail_under)
     runs = [read_run(folder) for folder in folders]
     screen = console()

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvfold.cli.options import MOST_DIGITS
+
 LENGTHS = "1k,4k,16k"
 TASKS = "perplexity, lambada, gsm8k, ifeval, needle, ruler, ruler-file, recall, turns, fidelity"
 """As the registry has them, which help does without: it brings torch."""
@@ -19,7 +21,6 @@ ONLY_WITH_TASKS = (
     *("peers", "peers_env", "peers_skip"),
 )
 ONLY_WITHOUT = ("windows", "window", "continuation", "history", "speed_history", "plot")
-
 SomeAddOnsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -209,9 +210,10 @@ def _numbers(
     """Each part of `200,gsm8k=20`, its task ("" for none) and its number, from 1 on."""
     for part in names_in(text or ""):
         name, _, number = (piece.strip() for piece in part.rpartition("="))
-        if not re.fullmatch("[0-9]+", number) or not int(number) or ("=" in part and not name):
+        right = re.fullmatch(f"[0-9]{{1,{MOST_DIGITS}}}", number) and int(number)
+        if not right or ("=" in part and not name):
             raise typer.BadParameter(
                 f"{option} is a {what} from 1 on, TASK=NUMBER, or several of these with commas "
-                f"between, such as {example}; got {part!r}"
+                f"between, such as {example}; got {part[:80]!r}"
             )
         yield part, name, int(number)

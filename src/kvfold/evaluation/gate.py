@@ -13,7 +13,8 @@ name some. What can't be checked is an error and never passes.
 
 from __future__ import annotations
 
-import math
+import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +71,10 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
         data = None if node is None else yaml.SafeLoader("").construct_document(node)
     except (OSError, UnicodeDecodeError) as error:
         raise EvaluationError(f"can't read the rules {path}: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # one of 5,000 digits, a 13th month
         raise EvaluationError(f"rules must be valid YAML or JSON; {path}: {error}") from None
+    except RecursionError:
+        raise EvaluationError(f"rules must not be nested so deeply; {path}") from None
     if twice is not None:
         raise EvaluationError(
             f"{path}:{twice[1]}: {twice[0]!r} is there twice, and only one would count; make a "
@@ -80,7 +83,7 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
     if not isinstance(data, dict) or not data:
         raise EvaluationError(
             f"rules must be a mapping such as `lambada.acc: {{max_drop: 0.02}}`, and at least one; "
-            f"{path} holds {data!r}"
+            f"{path} holds {_short(data)}"
         )
     return tuple(
         rule
@@ -113,7 +116,8 @@ def _rules(path: Path, metric: Any, entry: Any) -> list[Rule]:
         raise EvaluationError(f"{where}: a metric is named as task.metric, such as lambada.acc")
     if not isinstance(entry, dict) or not set(entry) - {"subjects"}:
         raise EvaluationError(
-            f"{where}: a rule must be a mapping with one of {', '.join(BOUNDS)}; got {entry!r}"
+            f"{where}: a rule must be a mapping with one of {', '.join(BOUNDS)}; got "
+            f"{_short(entry)}"
         )
     unknown = [str(key) for key in entry if key not in (*BOUNDS, "subjects")]
     if unknown:
@@ -124,7 +128,7 @@ def _rules(path: Path, metric: Any, entry: Any) -> list[Rule]:
     if subjects is not None and not (
         isinstance(subjects, list) and subjects and all(isinstance(s, str) for s in subjects)
     ):
-        raise EvaluationError(f"{where}: subjects must be a list of names; got {subjects!r}")
+        raise EvaluationError(f"{where}: subjects must be a list of names; got {_short(subjects)}")
     named = None if subjects is None else tuple(subjects)
     bounds = {key: limit for key, limit in entry.items() if key != "subjects"}
     task, _, name = metric.partition(".")
@@ -134,11 +138,20 @@ def _rules(path: Path, metric: Any, entry: Any) -> list[Rule]:
 
 def _limit(where: str, bound: str, limit: Any) -> float:
     number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-    if not number or not math.isfinite(limit):
-        raise EvaluationError(f"{where}: {bound} must be a number; got {limit!r}")
+    if not number or not abs(limit) <= sys.float_info.max:
+        raise EvaluationError(f"{where}: {bound} must be a number; got {_short(limit)}")
     if bound in ("max_drop", "max_rise") and limit < 0:
-        raise EvaluationError(f"{where}: {bound} must be at least 0; got {limit!r}")
+        raise EvaluationError(f"{where}: {bound} must be at least 0; got {_short(limit)}")
     return float(limit)
+
+
+def _short(value: Any) -> str:
+    """A value for a message, however large it is, or if it has itself within."""
+    try:
+        text = reprlib.repr(value) if isinstance(value, list | dict | int) else repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        text = "a number of very many digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _subjects(rule: Rule, metrics: Mapping[str, Any]) -> Sequence[str]:
@@ -190,18 +203,27 @@ def _figure(metric: str, subject: str, metrics: Mapping[str, Any]) -> dict[str, 
     return figure
 
 
-def _repeated(node: yaml.Node | None) -> tuple[str, int] | None:
-    """A key that a mapping has twice, and its line."""
+def _repeated(
+    node: yaml.Node | None, known: set[yaml.Node] | None = None
+) -> tuple[str, int] | None:
+    """A key that a mapping has twice, and its line.
+
+    known: nodes that were looked into, since an alias may lead to one again, or into itself.
+    """
+    known = set() if known is None else known
+    if node is None or node in known:
+        return None
+    known.add(node)
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
             if str(key.value) in seen:
                 return str(key.value), key.start_mark.line + 1
             seen.add(str(key.value))
-            if (found := _repeated(value)) is not None:
+            if (found := _repeated(value, known)) is not None:
                 return found
     if isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            if (found := _repeated(value)) is not None:
+            if (found := _repeated(value, known)) is not None:
                 return found
     return None

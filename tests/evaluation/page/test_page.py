@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -96,6 +97,41 @@ def test_hostile_names_stay_text(folder, page):
     assert not any(
         "alert" in (value or "") for name, value in read.attributes if name != "aria-label"
     )
+
+
+@pytest.mark.parametrize(
+    ("remark", "written"),
+    [
+        ("1. is not a list", r"1\. is not a list"),
+        ("12) is not", r"12\) is not"),
+        ("- is not", r"\- is not"),
+        ("+ is not", r"\+ is not"),
+        ("--- is no rule", r"\--- is no rule"),
+        ("~~~ is no code", r"\~\~\~ is no code"),
+        ("1.5 and 3 - 2", r"1\.5 and 3 - 2"),
+    ],
+)
+def test_a_remark_stays_a_sentence_in_markdown_however_it_begins(remark, written):
+    assert render_markdown([], [remark]) == f"{written}\n"
+
+
+def test_a_long_name_makes_the_page_no_wider_than_a_narrow_window(folder, browser, tmp_path):
+    run, name = read_run(folder), "w" * 132
+
+    def renamed(data):
+        return json.loads(json.dumps(data).replace('"wide"', f'"{name}"'))
+
+    long = dataclasses.replace(
+        run,
+        metrics=renamed(run.metrics),
+        cost=renamed(run.cost),
+        described={},
+        needles={name if key == "wide" else key: cells for key, cells in run.needles.items()},
+    )
+    (tmp_path / "page.html").write_text(render_page([long]))
+    page = browser.new_page(viewport={"width": 320, "height": 800})
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") == 320
 
 
 def test_nothing_is_loaded_from_outside(page):

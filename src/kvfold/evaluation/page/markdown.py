@@ -12,7 +12,7 @@ from kvfold.evaluation.tasks.registry import shown_name
 
 def render_markdown(runs: Sequence[Run], remarks: Sequence[str] = ()) -> str:
     """All runs, one table each. remarks: of whoever makes it, at the top."""
-    return "\n\n".join([*map(_escaped, remarks), *map(_run, runs)]) + "\n"
+    return "\n\n".join([*map(_paragraph, remarks), *map(_run, runs)]) + "\n"
 
 
 def _run(run: Run) -> str:
@@ -36,7 +36,7 @@ def _run(run: Run) -> str:
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     parts = [f"### {_escaped(run.title)}", table, _source(run, sizes[0] if sizes else None)]
     if run.notes:
-        parts.append("\n".join(f"- {_escaped(note)}" for note in run.notes))
+        parts.append("\n".join(f"- {_paragraph(note)}" for note in run.notes))
     return "\n\n".join(parts)
 
 
@@ -60,10 +60,15 @@ def _source(run: Run, tokens: int | None) -> str:
     return "; ".join(where) + "."
 
 
+def _paragraph(text: str) -> str:
+    """Text that Markdown leaves as it is where it begins a line: `- ` or `1. ` is no list there."""
+    return re.sub(r"^([0-9]*)([-+.)])", r"\1\\\2", _escaped(text))
+
+
 def _escaped(text: str) -> str:
     """Text that Markdown and HTML leave as it is, within a cell."""
     flat = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_{}\[\]|#])", r"\\\1", flat)
+    return re.sub(r"([\\`*_{}\[\]|#~])", r"\\\1", flat)
 
 
 def _code(text: object) -> str:

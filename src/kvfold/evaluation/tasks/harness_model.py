@@ -43,6 +43,9 @@ except ImportError as error:
 PLAN_KEYS = ("anchors", "window", "prefill", "prefill_attention", "replay", "resident")
 """Keys of an add-on's plan that `--model_args` may change."""
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""What a model can be loaded in; torch has more, which hold no weights that it computes with."""
+
 HARNESS_KEYS = (
     "add_bos_token",
     "batch_size",
@@ -194,7 +197,7 @@ def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:
         return None
     if isinstance(name, torch.dtype):
         return name
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise EvaluationError(f"dtype must be float32, bfloat16 or float16; got {name!r}")
+    if name not in DTYPES:
+        raise EvaluationError(f"dtype must be one of {', '.join(DTYPES)}; got {name!r}")
+    found: torch.dtype = getattr(torch, name)
     return found

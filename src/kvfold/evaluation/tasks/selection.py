@@ -19,8 +19,8 @@ QUESTION = "question"
 def selected(items: Sequence[Some], settings: TaskSettings) -> list[Some]:
     """The items that the settings ask for, spread evenly, in order.
 
-    At least one: the limit's number, and of those the fraction. Items are spread so that a part of
-    a grid still has all of its depths and lengths.
+    At least one: the limit's number, and of those the fraction. They are spread over the order of
+    a grid: a small part of it may have no item of some depths or kinds.
     Raises `EvaluationError` for a fraction or a limit that leaves none.
     """
     if not 0 < settings.fraction <= 1:

@@ -140,7 +140,8 @@ def test_the_device_that_the_command_line_names_by_itself_need_not_be_there(harn
     [
         ("peft=some/where", EvaluationError, "got peft"),
         ("window=64", EvaluationError, "window change an add-on's plan"),
-        ("dtype=float3", EvaluationError, "dtype must be float32"),
+        ("dtype=float3", EvaluationError, "dtype must be one of float32"),
+        ("dtype=int7", EvaluationError, "dtype must be one of float32"),
         ("addon=smollm2-ced", AddOnError, "base"),
         (
             "addon=tiny-hybrid-card,prefill_attention=exact,batch_size=auto",
