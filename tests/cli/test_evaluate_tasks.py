@@ -9,7 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvfold.cli.suite_options import TASKS
-from kvfold.evaluation import configuration
+from kvfold.errors import EvaluationError
+from kvfold.evaluation import configuration, cost
+from kvfold.evaluation.page import runs
+from kvfold.evaluation.suite import hold_run
 from kvfold.evaluation.tasks import registry
 from kvfold.evaluation.tasks.registry import MAKERS
 
@@ -177,6 +180,61 @@ def test_bad_options_are_explained(evaluate, tmp_path, options, tasks, words):
     assert words in flat(done)
     assert "Traceback" not in done.output
     assert not (tmp_path / "run" / "metrics.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--seed", 10**23), "64 bits"),
+        (("--fail-under", "{}/task.yaml"), "got one for evne.acc"),
+        (("--fail-under", "{}/subject.yaml"), "names my-adon"),
+        (("--json", "{}/task.yaml/all.json"), "can't write"),
+        (("--json", "{}"), "it is a folder"),
+        (("--reuse", "{}/no-such-folder"), "no-such-folder is not there"),
+        (("--reuse", "{}/task.yaml"), "task.yaml is a file"),
+    ],
+)
+def test_what_would_fail_at_the_end_fails_before_anything_is_asked(
+    evaluate, tmp_path, options, words
+):
+    (tmp_path / "task.yaml").write_text("evne.acc: {min: 0}")
+    (tmp_path / "subject.yaml").write_text("even.acc: {min: 0, subjects: [my-adon]}")
+    chosen = (str(option).format(tmp_path) for option in options)
+    done = evaluate("--out", tmp_path / "run", "--no-speed", *chosen, tasks="even")
+    assert done.exit_code == 2, done.output
+    assert words in flat(done)
+    assert "Traceback" not in done.output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("file", ["run.json", "cost.json", ".lock"])
+def test_a_damaged_run_folder_is_told_before_anything_is_asked(evaluate, tmp_path, file):
+    (tmp_path / file).mkdir()
+    done = evaluate("--out", tmp_path, "--no-speed", tasks="even")
+    assert done.exit_code == 2, done.output
+    assert file in flat(done)
+    assert "Traceback" not in done.output
+    assert not (tmp_path / "predictions").exists()
+
+
+@pytest.mark.parametrize(("module", "name"), [(cost, "write_cost"), (runs, "read_run")])
+def test_the_folder_is_held_while_cost_is_measured_and_figures_are_read(
+    evaluate, tmp_path, monkeypatch, module, name
+):
+    real, refused = getattr(module, name), []
+
+    def while_another_tries(*more, **named):
+        with pytest.raises(EvaluationError, match="one process at a time") as error:
+            hold_run(tmp_path / "run").__enter__()
+        refused.append(error)
+        return real(*more, **named)
+
+    monkeypatch.setattr(module, name, while_another_tries)
+    done = evaluate("--out", tmp_path / "run", "--no-speed", addons=(), tasks="even")
+    assert done.exit_code == 0, done.output
+    assert len(refused) == 1
+    with hold_run(tmp_path / "run"):
+        pass
 
 
 def test_tasks_may_have_limits_of_their_own(evaluate, tmp_path):
