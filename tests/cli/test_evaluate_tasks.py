@@ -207,6 +207,15 @@ def test_what_would_fail_at_the_end_fails_before_anything_is_asked(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_to_reuse_may_be_made_by_the_run_itself(evaluate, tmp_path):
+    place = tmp_path / "results"
+    more = ("--no-speed", "--reuse", place)
+    assert evaluate("--out", place / "1", *more, addons=(), tasks="even").exit_code == 0
+    done = evaluate("--out", place / "2", *more, addons=(), tasks="even")
+    assert done.exit_code == 0, done.output
+    assert "answered with the same settings in" in flat(done)
+
+
 @pytest.mark.parametrize("file", ["run.json", "cost.json", ".lock"])
 def test_a_damaged_run_folder_is_told_before_anything_is_asked(evaluate, tmp_path, file):
     (tmp_path / file).mkdir()

@@ -67,11 +67,16 @@ def _checked(options: SuiteOptions) -> tuple[Rule, ...]:
     check_asked(rules, names_in(options.tasks))
     parse_limits(options.limit)
     parse_tokens(options.answer_tokens)
-    if options.reuse is not None:
+    if options.reuse is not None and not _holds(options.reuse, options.out):
         check_reuse(options.reuse)
     if options.json_file is not None:
         check_writable(options.json_file)
     return rules
+
+
+def _holds(folder: Path, out: Path | None) -> bool:
+    """Whether the run folder is below a folder, so that the run makes both."""
+    return out is not None and out.resolve().is_relative_to(folder.resolve())
 
 
 def _answered(

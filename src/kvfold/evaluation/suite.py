@@ -176,7 +176,9 @@ def _remove_figures(folder: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise ReportError(f"can't remove {path}: {error.strerror}; remove it yourself") from None
+        raise ReportError(
+            f"can't remove {path}: {error.strerror}; name a folder that can be written"
+        ) from None
 
 
 def _wanting(
