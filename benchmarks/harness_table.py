@@ -4,7 +4,8 @@ SmolLM2-135M answers the first items of LAMBADA, GSM8K and IFEval through the su
 lm-eval's own model on the same files, one item in a pass: prompts, answers and scores are compared
 item by item. Answers to GSM8K and IFEval end after `--tokens` new tokens at the latest, in both.
 And all tasks are answered by the plain model and with add-ons that fold nothing: the preset
-`identity`, whose slots are exact, and `8x` with a window longer than any prompt.
+`identity`, whose slots are exact, and `8x` with a window longer than any prompt. So is `recall` by
+the tiny hybrid.
 
     python benchmarks/harness_table.py --data DATA
 
@@ -30,7 +31,7 @@ from kvfold.evaluation.tasks.gsm8k import gsm8k
 from kvfold.evaluation.tasks.ifeval import ifeval, without_chance
 from kvfold.evaluation.tasks.registry import make_task
 from kvfold.evaluation.tasks.settings import TaskSettings
-from kvfold.models import load
+from kvfold.models import load, tiny_hybrid
 from kvfold.presets import preset
 from kvfold.store.addon import AddOn
 
@@ -42,6 +43,8 @@ FILES = {
 """lm-eval's name of each task, and the files of its splits."""
 
 OURS = ("perplexity", "needle", "ruler", "turns", "fidelity")
+TINY = "recall"
+"""Asked of the tiny hybrid, in whose language it is."""
 SHOTS_SEED = 1234
 """lm-eval's own default."""
 
@@ -138,13 +141,24 @@ def made(name: str, settings: TaskSettings, tokens: int) -> Any:
     return make_task(name, settings) if cut is None else cut(settings, max_gen_toks=tokens)
 
 
-def markdown(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def folds_nothing(model: Any) -> dict[str, AddOn]:
+    """Add-ons that change no token's keys and values, by what they are called here."""
+    shape = anatomy(model)
+    wide = preset("8x", shape).replace(window=LONGER_THAN_ALL)
+    return {
+        "identity": AddOn.untrained(model, preset("identity", shape)),
+        "8x, all in the window": AddOn.untrained(model, wide),
+    }
+
+
+def markdown(lines: Mapping[str, Sequence[Mapping[str, Any]]], tokens: int, command: str) -> str:
     """Both tables."""
     text = [
         "# The suite beside lm-eval's own model, and folding that folds nothing",
         "",
-        "SmolLM2-135M in float32, one item in a pass; [harness.json](harness.json), made by",
-        "`python benchmarks/harness_table.py --data DATA`.",
+        f"SmolLM2-135M in float32 ({TINY}: the tiny hybrid), one item in a pass; answers to GSM8K",
+        f"and IFEval end after {tokens} new tokens; [harness.json](harness.json), made by",
+        f"`{command}`.",
         "",
         "## The plain model: suite and lm-eval's `hf`, item by item",
         "",
@@ -187,21 +201,16 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("results/harness/run"))
     parser.add_argument("--out", type=Path, default=Path("results/harness"))
     chosen = parser.parse_args()
-    model, tokenizer = load(dtype=torch.float32)
-    shape = anatomy(model)
-    addons = {
-        "identity": AddOn.untrained(model, preset("identity", shape)),
-        "8x, all in the window": AddOn.untrained(
-            model, preset("8x", shape).replace(window=LONGER_THAN_ALL)
-        ),
-    }
     lines: dict[str, list[Any]] = {"harness": [], "folding_nothing": []}
-    for name in (*FILES, *OURS):
+    model, tokenizer = load(dtype=torch.float32)
+    for name in (*FILES, *OURS, TINY):
+        if name == TINY:
+            model, tokenizer = tiny_hybrid()
         limit = getattr(chosen, name) if name in FILES else chosen.own
         settings = TaskSettings(chosen.data, limit=limit, batch=1, tokenizer=tokenizer)
         task = made(name, settings, chosen.tokens)
         folder = chosen.work / name
-        run_suite(Suite(model, tokenizer, addons, [task]), folder)
+        run_suite(Suite(model, tokenizer, folds_nothing(model), [task]), folder)
         answers = answers_of(folder, task, read_json(folder / "metrics.json")["subjects"])
         if name in FILES:
             samples = by_the_harness(name, chosen.data, model, tokenizer, limit, chosen.tokens)
@@ -210,8 +219,10 @@ def main() -> None:
             print(lines["harness"][-1], flush=True)
         lines["folding_nothing"].append(folding_nothing(name, answers))
         print(lines["folding_nothing"][-1], flush=True)
-        write_json(chosen.out / "harness.json", {**environment(), **lines})
-        (chosen.out / "harness.md").write_text(markdown(lines))
+        here = environment()
+        write_json(chosen.out / "harness.json", {**here, "answer_tokens": chosen.tokens, **lines})
+        told = markdown(lines, chosen.tokens, here["command"])
+        (chosen.out / "harness.md").write_text(told)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,8 @@ import torch
 
 from kvfold import attach
 from kvfold.errors import EvaluationError
-from kvfold.evaluation.continuation_scores import (
-    continuation_scores,
-    decoding_chunk,
-    one_forward_is_enough,
-)
+from kvfold.evaluation.continuation import decoding_chunk, one_forward_is_enough
+from kvfold.evaluation.continuation_scores import continuation_scores
 from kvfold.plan import Plan
 
 SAME = {"llama": 1e-9, "qwen3_5": 1e-4}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.metrics import task_figures
-from kvfold.evaluation.resampling import Column, draws, percentile_interval, within_noise
+from kvfold.evaluation.resampling import Column, draws, resampled_interval, within_noise
 from kvfold.evaluation.runner import PLAIN
 from kvfold.evaluation.share import Share, wilson
 
@@ -158,6 +158,53 @@ def test_intervals_follow_from_seed_and_answers_alone():
     assert figures(plain, other)["a"]["x"].interval != figures(plain, other, 1)["a"]["x"].interval
 
 
+def test_one_item_has_no_interval():
+    assert figures([{"kl": 0.5}], [{"kl": 0.7}])["a"]["kl"].interval is None
+
+
+def test_shares_of_few_items_are_as_uncertain_as_right_and_wrong_answers():
+    every = [{"score": 1.0} for _ in range(4)]
+    assert figures(every, every)[PLAIN]["score"].interval == pytest.approx(wilson(1.0, 4))
+
+
+@pytest.mark.parametrize("items", [4, 8, 40])
+def test_intervals_of_means_hold_the_true_mean_about_as_often_as_they_say(items):
+    generator, held = np.random.default_rng(3), 0
+    for _ in range(200):
+        drawn = [{"x": float(x)} for x in generator.normal(7, 2, items)]
+        low, high = figures(drawn, drawn)[PLAIN]["x"].interval
+        held += low <= 7 <= high
+    assert 0.9 <= held / 200 <= 0.99
+
+
+def summed_by_kind(answers):
+    """A task's summary: the mean loss of each kind of item."""
+    kinds = {answer.said["kind"] for answer in answers}
+    return {
+        f"ppl/{kind}": float(np.mean([a.scores["loss"] for a in answers if a.said["kind"] == kind]))
+        for kind in kinds
+    }
+
+
+def test_a_summary_of_some_items_differs_on_those_alone():
+    """However many others there are, and whatever else the answers say."""
+    task = StatedTask(
+        {
+            PLAIN: [{"loss": n / 4, "more": 1.0} for n in range(24)],
+            "a": [{"loss": n / 4 + 0.1 * (n < 4)} for n in range(24)],
+        }
+    )
+    task.summary = summed_by_kind
+    given = {
+        name: [replace(a, said={"kind": "few" if n < 4 else "many"}) for n, a in enumerate(every)]
+        for name, every in task.all_answers().items()
+    }
+    made = task_figures(task, given, seed=0)["a"]
+    few, many = made["ppl/few"], made["ppl/many"]
+    assert (few.items, few.difference.differing, few.difference.verdict) == (4, 4, "within noise")
+    assert (many.items, many.difference.differing, many.difference.verdict) == (20, 0, "same")
+
+
 @pytest.mark.parametrize(
     ("scores", "words"),
     [
@@ -189,7 +236,7 @@ def test_intervals_of_shares_hold_their_share(judged):
 
 
 def test_too_few_known_resamples_make_no_interval():
-    assert percentile_interval([1.0, math.nan, math.nan]) is None
-    assert percentile_interval([1.0, 1.0, math.nan]) == (1.0, 1.0)
+    assert resampled_interval([1.0, math.nan, math.nan], 1.0, 9) is None
+    assert resampled_interval([1.0, 1.0, math.nan], 1.0, 9) == (1.0, 1.0)
     assert within_noise(None, 100)
     assert draws(5, 0, "x", 7).shape == (7, 5)

@@ -3,8 +3,8 @@
 `loss = mean_i -log p(x_i | x_<i)` over the tokens i >= prompt, and none of the prompt's own. This
 is what a cache is for, and the one loss that can be told where a prompt has no logits but its
 last token's (prefill skipping). The prompt runs in one forward; the rest of the window, but for
-its last token, follows on the cache that it has left, a few tokens at a time: a call of more new
-tokens than the plan's `replay` would be skipped as well.
+its last token, follows on the cache that it has left, as many tokens at a time as see what each
+would see alone (`decoding_chunk`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,28 @@ from torch import Tensor
 
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.greedy import read
+from kvfold.plan import Plan
 from kvfold.runtime.feeding import cache_argument
 
 CHUNK = 32
 """Tokens of the continuation in one forward."""
+
+
+def one_forward_is_enough(plan: Plan | None) -> bool:
+    """Whether one forward over prompt and continuation sees what decoding would; None is plain."""
+    return plan is None or (plan.prefill == "full" and plan.prefill_attention == "folded")
+
+
+def decoding_chunk(plan: Plan | None) -> int:
+    """How many tokens of a continuation may run at once so that each sees what decoding would.
+
+    plan: of the add-on that is attached, None for the plain model. Tokens of one call see each
+    other exactly where the plan reads prompts so, and are skipped where they are more than its
+    replay.
+    """
+    if plan is None or one_forward_is_enough(plan):
+        return CHUNK
+    return 1 if plan.prefill_attention == "exact" else min(CHUNK, plan.replay)
 
 
 @torch.no_grad()
@@ -32,7 +50,7 @@ def continuation_loss(
 
     model: plain, or with an add-on attached. windows: (windows, prompt + continuation) int64,
     without padding. batch: windows in one forward. chunk: tokens of the continuation in one
-    forward, at most the plan's `replay` where it skips. The first token of the continuation is
+    forward, at most `decoding_chunk` of the plan. The first token of the continuation is
     scored by the prompt's last logits. Raises `EvaluationError` unless prompt and continuation
     have at least one token, or where a loss is not finite.
     """

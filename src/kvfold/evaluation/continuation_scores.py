@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.continuation import CHUNK
-from kvfold.plan import Plan
 from kvfold.runtime.feeding import cache_argument
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -29,18 +28,6 @@ class Score(NamedTuple):
 
     log_probability: float
     greedy: bool
-
-
-def one_forward_is_enough(plan: Plan | None) -> bool:
-    """Whether one forward over prompt and continuation sees what decoding would; None is plain."""
-    return plan is None or (plan.prefill == "full" and plan.prefill_attention == "folded")
-
-
-def decoding_chunk(plan: Plan) -> int:
-    """How many tokens of a continuation may run at once so that each sees what decoding would."""
-    if plan.prefill_attention == "exact":
-        return 1
-    return CHUNK if plan.prefill == "full" else min(CHUNK, plan.replay)
 
 
 @torch.no_grad()

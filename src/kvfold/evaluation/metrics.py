@@ -22,10 +22,11 @@ from kvfold.evaluation.resampling import (
     alike,
     differing_items,
     draws,
-    percentile_interval,
+    resampled_interval,
     within_noise,
 )
 from kvfold.evaluation.runner import PLAIN
+from kvfold.evaluation.share import wilson
 from kvfold.evaluation.tasks.task import Answer, Task
 
 FORMAT = 1
@@ -36,6 +37,9 @@ Kind = Literal["accuracy", "mean", "summary"]
 Better = Literal["higher", "lower"]
 Verdict = Literal["same", "within noise", "higher", "lower"]
 Interval = tuple[float, float] | None
+
+SHARES = ("score", "accuracy")
+"""Numbers, not right or wrong answers, that are shares of something as well."""
 
 _LOWER = "ppl perplexity kl loss nll bits mse"
 _HIGHER = "acc accuracy agreement cosine match divergence consistency recall score probability"
@@ -119,9 +123,9 @@ class _Series(Protocol):
     def figure(self) -> Figure:
         """Its value, without a difference."""
 
-    def paired(self, plain: Any) -> tuple[float, Values, int]:
-        """Its difference from another of its class: value, (resamples,) values, items that
-        differ."""
+    def paired(self, plain: Any) -> tuple[float, Values, int, int]:
+        """Its difference from another of its class: value, (resamples,) values, items that both
+        have, and those of them that differ."""
 
 
 class _Scored:
@@ -132,59 +136,79 @@ class _Scored:
 
     def figure(self) -> Figure:
         column, exact = self.column, self.kind == "accuracy"
+        items = int((column.weights > 0).sum())
         return Figure(
             kind=self.kind,
             value=column.value,
-            interval=column.share_interval()
-            if exact
-            else percentile_interval(column.resampled(self.chosen)),
-            items=int((column.weights > 0).sum()),
+            interval=self._interval(items),
+            items=items,
             better="higher" if exact else _better(self.metric),
             right=int(column.sums.sum()) if exact else None,
             count=int(column.weights.sum()) if exact else None,
         )
 
-    def paired(self, plain: _Scored) -> tuple[float, Values, int]:
+    def _interval(self, items: int) -> Interval:
+        column = self.column
+        if self.kind == "accuracy":
+            return column.share_interval()
+        if is_share(self.metric) and ((column.sums >= 0) & (column.sums <= 1)).all():
+            return wilson(column.value, items)  # shares vary at most as right and wrong answers do
+        return resampled_interval(column.resampled(self.chosen), column.value, items)
+
+    def paired(self, plain: _Scored) -> tuple[float, Values, int, int]:
         both = (self.column.weights > 0) & (plain.column.weights > 0)
         if not both.any():
-            return math.nan, np.full(len(self.chosen), np.nan), 0
+            return math.nan, np.full(len(self.chosen), np.nan), 0, 0
         ours, theirs = (
             Column(np.where(both, column.sums, 0.0), np.where(both, column.weights, 0.0))
             for column in (self.column, plain.column)
         )
         resampled = ours.resampled(self.chosen) - theirs.resampled(self.chosen)
-        return ours.value - theirs.value, resampled, differing_items(ours, theirs)
+        differing = differing_items(ours, theirs)
+        return ours.value - theirs.value, resampled, int(both.sum()), differing
 
 
 class _Summed:
     """A metric that only all answers together have.
 
-    resamples: what the task's summary is of each draw of the answers.
+    alone: what the task's summary is of each answer by itself; those that can't tell this metric
+    have no part in it. resamples: what it is of each draw of the answers.
     """
 
     def __init__(
         self,
         metric: str,
         value: float,
-        answers: Sequence[Answer],
+        alone: Sequence[Mapping[str, float]],
         resamples: Sequence[Mapping[str, float]],
     ) -> None:
-        self.metric, self.value, self.answers = metric, value, answers
+        self.metric, self.value = metric, value
+        self.alone = [one.get(metric) for one in alone]
         self.resampled: Values = np.array([r.get(metric, math.nan) for r in resamples])
 
     def figure(self) -> Figure:
+        items = sum(one is not None for one in self.alone)
         return Figure(
             kind="summary",
             value=self.value,
-            interval=percentile_interval(self.resampled),
-            items=len(self.answers),
+            interval=resampled_interval(self.resampled, self.value, items),
+            items=items,
             better=_better(self.metric),
         )
 
-    def paired(self, plain: _Summed) -> tuple[float, Values, int]:
-        pairs = zip(self.answers, plain.answers, strict=True)
-        differing = sum(not alike(ours.to_dict(), theirs.to_dict()) for ours, theirs in pairs)
-        return self.value - plain.value, self.resampled - plain.resampled, differing
+    def paired(self, plain: _Summed) -> tuple[float, Values, int, int]:
+        pairs = [
+            (ours, theirs)
+            for ours, theirs in zip(self.alone, plain.alone, strict=True)
+            if ours is not None or theirs is not None
+        ]
+        differing = sum(not alike(ours, theirs) for ours, theirs in pairs)
+        return self.value - plain.value, self.resampled - plain.resampled, len(pairs), differing
+
+
+def is_share(metric: str) -> bool:
+    """Whether a number by this name, or a part of it, is a share of something."""
+    return metric.split("/")[0] in SHARES
 
 
 def _better(metric: str) -> Better | None:
@@ -199,11 +223,11 @@ def _difference(ours: Any, plain: Any) -> Difference | None:
     """From the plain model; None if the two have no item or no kind of figure in common."""
     if type(ours) is not type(plain):
         return None
-    value, resampled, differing = ours.paired(plain)
+    value, resampled, items, differing = ours.paired(plain)
     if not math.isfinite(value):
         return None
     base = plain.figure()
-    interval = percentile_interval(resampled)
+    interval = resampled_interval(resampled, value, items)
     noise = within_noise(interval, differing)
     verdict: Verdict = "higher" if value > 0 else "lower"
     if noise:
@@ -233,6 +257,7 @@ def _series(
             found[f"{metric}/{name}"] = _Scored(f"{metric}/{name}", kind, part, many)
     summary = task.summary(answers)
     resamples = [task.summary([answers[i] for i in draw]) for draw in few] if summary else []
+    alone = [task.summary([answer]) for answer in answers] if summary else []
     for metric, value in summary.items():
         if metric in found:
             raise EvaluationError(
@@ -241,7 +266,7 @@ def _series(
             )
         if not math.isfinite(value):
             raise _not_finite(f"{metric} in the summary of {where}", value)
-        found[metric] = _Summed(metric, float(value), answers, resamples)
+        found[metric] = _Summed(metric, float(value), alone, resamples)
     return found
 
 

@@ -18,7 +18,7 @@ from kvfold.anatomy import Anatomy, anatomy
 from kvfold.budget import operations_left
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.candidates import skipped_tokens
-from kvfold.evaluation.continuation import CHUNK, continuation_loss, summary
+from kvfold.evaluation.continuation import continuation_loss, decoding_chunk, summary
 from kvfold.evaluation.memory import Memory, memory_at
 from kvfold.evaluation.runner import PLAIN, as_picked, check_names, layers_by_residency
 from kvfold.evaluation.speed import Speed, SpeedSettings, measure_speed
@@ -160,7 +160,7 @@ class _Bench:
     def measure(self, name: str, addon: AddOnLike, base: Tensor) -> PromptResult:
         """One candidate's figures but for its speed; base: the plain model's losses."""
         plan = addon.plan
-        chunk = min(CHUNK, plan.replay) if plan.prefill == "skip" else CHUNK
+        chunk = decoding_chunk(plan)
         with attach(self.model, addon) as attachment:
             losses = continuation_loss(
                 self.model, self.windows, self.prompt, batch=self.batch, chunk=chunk

@@ -4,20 +4,23 @@ Bootstrap (Efron 1979): draw as many items as there are, with replacement, over 
 where the figure lands. Subjects are compared on the same draws, item by item, which takes the
 difficulty of items out of the difference. Everything is seeded, so equal answers give equal
 intervals.
+
+Few items vary less in their resamples than such items do: resamples spread by sqrt((n-1)/n) too
+little, and by a normal distribution where Student's is due. Both are put right (Hesterberg 2015,
+"What Teachers Should Know about the Bootstrap"): with 4 items an interval is 1.9 times as wide.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfold.evaluation.share import wilson
+from kvfold.evaluation.share import NORMAL_95, wilson
 
 RESAMPLES = 1000
 FEWEST_DIFFERING = 6
@@ -26,6 +29,13 @@ chance alone would do that in one of 16 cases (`2 * 0.5^5`), with 6 in one of 32
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-6
 """Numbers that are closer are the same: rounding in another order moves single precision so far."""
+
+STUDENT_95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160),
+    *(2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056),
+    *(2.052, 2.048, 2.045),
+)
+"""Standard errors on each side that hold 95 of a hundred, for 1 to 29 degrees of freedom."""
 
 Draws = NDArray[np.int64]
 Values = NDArray[np.float64]
@@ -81,14 +91,27 @@ def draws(items: int, seed: int, name: str, resamples: int = RESAMPLES) -> Draws
     return generator.integers(0, items, size=(resamples, items))
 
 
-def percentile_interval(values: Iterable[float]) -> tuple[float, float] | None:
-    """The middle 95% of resampled figures; None where half of them or more could not be told."""
+def resampled_interval(
+    values: Iterable[float], figure: float, items: int
+) -> tuple[float, float] | None:
+    """The middle 95% of resampled figures, widened around the figure for being of few items.
+
+    items: that the figure was made of. None where half of the figures or more could not be told,
+    and for a single item, which tells nothing of how items vary.
+    """
     every = np.asarray(list(values), dtype=np.float64)
     known = every[np.isfinite(every)]
-    if 2 * len(known) <= len(every):
+    if 2 * len(known) <= len(every) or items < 2:
         return None
+    wider = _student(items - 1) / NORMAL_95 * math.sqrt(items / (items - 1))
     low, high = np.percentile(known, [2.5, 97.5])
-    return float(low), float(high)
+    return figure - wider * (figure - float(low)), figure + wider * (float(high) - figure)
+
+
+def _student(freedom: int) -> float:
+    if freedom <= len(STUDENT_95):
+        return STUDENT_95[freedom - 1]
+    return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * freedom)
 
 
 def within_noise(interval: tuple[float, float] | None, differing: int) -> bool:
@@ -104,12 +127,8 @@ def differing_items(ours: Column, plain: Column) -> int:
     return int((apart | (ours.weights != plain.weights)).sum())
 
 
-def alike(ours: Any, plain: Any) -> bool:
-    """Whether plain data is the same but for the rounding of numbers."""
-    if isinstance(ours, Mapping) and isinstance(plain, Mapping):
-        return ours.keys() == plain.keys() and all(alike(ours[key], plain[key]) for key in ours)
-    if isinstance(ours, (list, tuple)) and isinstance(plain, (list, tuple)):
-        return len(ours) == len(plain) and all(map(alike, ours, plain))
-    if isinstance(ours, float) and isinstance(plain, float):
-        return math.isclose(ours, plain, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
-    return bool(ours == plain)
+def alike(ours: float | None, plain: float | None) -> bool:
+    """Whether two numbers are the same but for rounding; None is like nothing but None."""
+    if ours is None or plain is None:
+        return ours is plain
+    return math.isclose(ours, plain, rel_tol=RELATIVE, abs_tol=ABSOLUTE)

@@ -97,6 +97,26 @@ def test_a_prompt_that_feels_no_folding_is_scored_by_what_follows(
     }
 
 
+def test_after_an_exactly_read_prompt_each_token_is_told_by_what_decoding_would_see(
+    task, data, characters, tiny_model, bare_addon, cache_argument
+):
+    """Tokens that are fed together would see each other exactly."""
+    model = tiny_model("llama", dtype=torch.float64)
+    (item,) = (i for i in task.items() if i["id"] == task.items()[-1]["id"])
+    ids, losses = ids_of(task, data, characters, item), []
+    with attach(model, bare_addon(model, dropped("exact"))) as attachment, torch.no_grad():
+        (answer,) = task.answers(Subject("exact", model, characters), [item])
+        cache, prompt = attachment.new_cache(), item["length"] // 2
+        for start, stop in [(0, prompt), *((n, n + 1) for n in range(prompt, ids.shape[1] - 1))]:
+            scores = (
+                model(ids[:, start:stop], **cache_argument(model, cache))
+                .logits[0, -1]
+                .log_softmax(-1)
+            )
+            losses.append(-scores[ids[0, stop]].item())
+    assert answer.scores["continuation_loss"] == pytest.approx(sum(losses) / len(losses), abs=SAME)
+
+
 def test_the_summary_weighs_every_token_alike(task):
     short = Answer("20/0", {"length": 20}, {"loss": 1.0, "continuation_loss": 2.0})
     long = Answer("60/0", {"length": 60}, {"loss": 3.0, "continuation_loss": 4.0})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvfold.evaluation.metrics import is_share
 from kvfold.evaluation.peers.peer import NOTES
 
 if TYPE_CHECKING:
@@ -12,9 +13,6 @@ if TYPE_CHECKING:
 
 FLOOR = 0.05
 """A share of right answers so small that a subject has nothing to lose."""
-
-SHARES = ("score", "accuracy")
-"""Numbers, not right or wrong answers, that are shares as well."""
 
 
 def notes_of(run: Run) -> tuple[str, ...]:
@@ -47,7 +45,7 @@ def _floor(run: Run) -> Iterator[str]:
     for task in run.metrics["tasks"]:
         told: list[str] = []
         for metric, figure in run.metrics["results"][run.plain].get(task, {}).items():
-            share = figure["kind"] == "accuracy" or metric.split("/")[0] in SHARES
+            share = figure["kind"] == "accuracy" or is_share(metric)
             inside = any(metric.startswith(f"{other}/") for other in told)
             if share and figure["value"] <= FLOOR and not inside:
                 told.append(metric)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from kvfold.anatomy import anatomy, attention_module
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.chunks import logit_chunks
-from kvfold.evaluation.continuation import CHUNK, continued
+from kvfold.evaluation.continuation import CHUNK, continued, decoding_chunk
 from kvfold.evaluation.fidelity import Fidelity
 from kvfold.evaluation.greedy import read, speak
 from kvfold.evaluation.peers.model import HIDDEN, PeerModel
@@ -139,9 +139,7 @@ def make(settings: TaskSettings) -> FidelityTask:
 def _runs(model: Any, alike: Sequence[Item], chosen: FidelitySettings) -> list[_Run]:
     """The model as it is now, on windows of one length."""
     attachment = attachment_of(model)
-    chunk = CHUNK
-    if attachment is not None and attachment.plan.prefill == "skip":
-        chunk = min(CHUNK, attachment.plan.replay)
+    chunk = decoding_chunk(None if attachment is None else attachment.plan)
     return _continued_runs(model, alike, chosen, chunk, _last_columns)
 
 

@@ -20,11 +20,8 @@ import torch
 
 from kvfold.errors import EvaluationError, MissingExtraError
 from kvfold.evaluation.candidates import with_plan
-from kvfold.evaluation.continuation_scores import (
-    continuation_scores,
-    decoding_chunk,
-    one_forward_is_enough,
-)
+from kvfold.evaluation.continuation import decoding_chunk, one_forward_is_enough
+from kvfold.evaluation.continuation_scores import continuation_scores
 from kvfold.evaluation.tasks.harness_hints import without_hints
 from kvfold.models import DEFAULT_MODEL, load
 from kvfold.plan import Plan

@@ -22,7 +22,13 @@ from torch import Tensor
 from kvfold.anatomy import text_decoder
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.chunks import CHUNK_ROWS
-from kvfold.evaluation.continuation import CHUNK, continuation_logits, summed_loss
+from kvfold.evaluation.continuation import (
+    CHUNK,
+    continuation_logits,
+    decoding_chunk,
+    one_forward_is_enough,
+    summed_loss,
+)
 from kvfold.evaluation.tasks.selection import SelectedItems, in_batches
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
@@ -155,9 +161,8 @@ def _losses(subject: Subject, ids: Tensor, continued: int) -> Iterable[tuple[str
     attachment = attachment_of(subject.model)
     plan = None if attachment is None else attachment.plan
     prompt = ids.shape[1] - continued
-    if plan is not None and (plan.prefill == "skip" or plan.prefill_attention == "exact"):
-        chunk = min(CHUNK, plan.replay) if plan.prefill == "skip" else CHUNK
-        return _continuation_loss(subject, ids, continued, chunk)
+    if not one_forward_is_enough(plan):
+        return _continuation_loss(subject, ids, continued, decoding_chunk(plan))
     decoder = text_decoder(subject.model)
     hidden = decoder(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     before = _told(subject.model, hidden[:, : prompt - 1], ids[:, 1:prompt])
