@@ -74,6 +74,10 @@ class ReportError(KvfoldError, OSError):
     """A report can't be written where it was asked for."""
 
 
+class FolderError(KvfoldError, OSError):
+    """A folder that work is to go into can't be held or written."""
+
+
 class ModelNotFoundError(KvfoldError, OSError):
     """There is no model of this name, neither embedded nor in a folder nor on the hub."""
 

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvfold.cli.suite_options import TASKS
-from kvfold.errors import PeerError
-from kvfold.evaluation import configuration
+from kvfold.errors import EvaluationError, PeerError
+from kvfold.evaluation import configuration, cost
+from kvfold.evaluation.page import runs
 from kvfold.evaluation.peers import environment
+from kvfold.evaluation.suite import hold_run
 from kvfold.evaluation.tasks import registry
 from kvfold.evaluation.tasks.registry import MAKERS
 
@@ -247,6 +249,70 @@ def test_peers_can_skip_a_task_by_its_name_on_the_command_line(
         "--out", tmp_path / "run", "--peers", "plain", "--peers-skip", name, tasks="ruler-file"
     )
     assert "the peers are next" in flat(done), done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--seed", 10**23), "64 bits"),
+        (("--fail-under", "{}/task.yaml"), "got one for evne.acc"),
+        (("--fail-under", "{}/subject.yaml"), "names my-adon"),
+        (("--json", "{}/task.yaml/all.json"), "can't write"),
+        (("--json", "{}"), "it is a folder"),
+        (("--reuse", "{}/no-such-folder"), "no-such-folder is not there"),
+        (("--reuse", "{}/task.yaml"), "task.yaml is a file"),
+    ],
+)
+def test_what_would_fail_at_the_end_fails_before_anything_is_asked(
+    evaluate, tmp_path, options, words
+):
+    (tmp_path / "task.yaml").write_text("evne.acc: {min: 0}")
+    (tmp_path / "subject.yaml").write_text("even.acc: {min: 0, subjects: [my-adon]}")
+    chosen = (str(option).format(tmp_path) for option in options)
+    done = evaluate("--out", tmp_path / "run", "--no-speed", *chosen, tasks="even")
+    assert done.exit_code == 2, done.output
+    assert words in flat(done)
+    assert "Traceback" not in done.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_to_reuse_may_be_made_by_the_run_itself(evaluate, tmp_path):
+    place = tmp_path / "results"
+    more = ("--no-speed", "--reuse", place)
+    assert evaluate("--out", place / "1", *more, addons=(), tasks="even").exit_code == 0
+    done = evaluate("--out", place / "2", *more, addons=(), tasks="even")
+    assert done.exit_code == 0, done.output
+    assert "answered with the same settings in" in flat(done)
+
+
+@pytest.mark.parametrize("file", ["run.json", "cost.json", ".lock"])
+def test_a_damaged_run_folder_is_told_before_anything_is_asked(evaluate, tmp_path, file):
+    (tmp_path / file).mkdir()
+    done = evaluate("--out", tmp_path, "--no-speed", tasks="even")
+    assert done.exit_code == 2, done.output
+    assert file in flat(done)
+    assert "Traceback" not in done.output
+    assert not (tmp_path / "predictions").exists()
+
+
+@pytest.mark.parametrize(("module", "name"), [(cost, "write_cost"), (runs, "read_run")])
+def test_the_folder_is_held_while_cost_is_measured_and_figures_are_read(
+    evaluate, tmp_path, monkeypatch, module, name
+):
+    real, refused = getattr(module, name), []
+
+    def while_another_tries(*more, **named):
+        with pytest.raises(EvaluationError, match="one process at a time") as error:
+            hold_run(tmp_path / "run").__enter__()
+        refused.append(error)
+        return real(*more, **named)
+
+    monkeypatch.setattr(module, name, while_another_tries)
+    done = evaluate("--out", tmp_path / "run", "--no-speed", addons=(), tasks="even")
+    assert done.exit_code == 0, done.output
+    assert len(refused) == 1
+    with hold_run(tmp_path / "run"):
+        pass
 
 
 def test_tasks_may_have_limits_of_their_own(evaluate, tmp_path):

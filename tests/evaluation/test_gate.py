@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvfold.errors import EvaluationError
-from kvfold.evaluation.gate import check_rules, read_rules
+from kvfold.evaluation.gate import Rule, check_asked, check_rules, read_rules
 from kvfold.evaluation.metrics import task_figures
 from kvfold.evaluation.runner import PLAIN
 
@@ -162,3 +162,14 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path):
     (tmp_path / "latin.yaml").write_bytes("ü: {min: 1}".encode("latin-1"))
     with pytest.raises(EvaluationError, match=r"latin\.yaml"):
         read_rules(tmp_path / "latin.yaml")
+
+
+def test_rules_of_what_is_not_asked_are_refused_beforehand(tmp_path):
+    rule = Rule("even.acc", "min", 0.5, ("a",))
+    check_asked([rule], ["even", "odd"])
+    check_asked([rule], ["even"], [PLAIN, "a"])
+    check_asked([Rule("even.acc", "min", 0.5)], ["even"], [PLAIN])
+    with pytest.raises(EvaluationError, match=r"a task that is asked, odd; got one for even\.acc"):
+        check_asked([rule], ["odd"])
+    with pytest.raises(EvaluationError, match="names a; this run has no compression, b"):
+        check_asked([rule], ["even"], [PLAIN, "b"])

@@ -12,7 +12,7 @@ from filelock import FileLock
 from kvfold.errors import AddOnError, EvaluationError, ReportError
 from kvfold.evaluation.predictions import safe_name
 from kvfold.evaluation.runner import PLAIN
-from kvfold.evaluation.suite import Suite, run_suite
+from kvfold.evaluation.suite import Suite, hold_run, run_suite
 from kvfold.evaluation.tasks.task import Answer
 from kvfold.plan import Plan
 
@@ -249,6 +249,52 @@ def test_a_folder_that_another_process_writes_is_refused(suite, tmp_path):
         pytest.raises(EvaluationError, match="one process at a time"),
     ):
         run_suite(suite(NextTokenTask()), tmp_path)
+
+
+def test_a_folder_stays_held_till_its_holder_is_done(suite, tmp_path):
+    with hold_run(tmp_path), pytest.raises(EvaluationError, match="one process at a time"):
+        run_suite(suite(NextTokenTask()), tmp_path)
+    run_suite(suite(NextTokenTask()), tmp_path)
+
+
+def test_a_folder_that_was_made_for_nothing_is_gone_again(tmp_path):
+    (tmp_path / "there").mkdir()
+    for name in ("made", "there"):
+        with hold_run(tmp_path / name):
+            pass
+    with hold_run(tmp_path / "used"):
+        (tmp_path / "used" / "run.json").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "used"}
+
+
+def test_figures_that_can_not_be_removed_are_named(suite, tmp_path):
+    (tmp_path / "metrics.json").mkdir()
+    with pytest.raises(ReportError, match=r"can't remove .*metrics\.json"):
+        run_suite(suite(NextTokenTask()), tmp_path)
+
+
+def test_earlier_figures_are_gone_before_the_run_is_described_anew(suite, tmp_path, monkeypatch):
+    run_suite(suite(NextTokenTask()), tmp_path)
+    monkeypatch.setattr("kvfold.evaluation.suite.write_run_file", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_suite(suite(NextTokenTask()), tmp_path)
+    assert not (tmp_path / "metrics.json").exists()
+
+
+def test_what_parts_are_made_of_must_stand_in_each_answer(suite, tmp_path):
+    task = NextTokenTask()
+    task.parts = (("length",), ("depth", "length"))
+    run_suite(suite(task), tmp_path)
+    path = tmp_path / "predictions/folds/even.jsonl"
+    path.write_text(path.read_text().replace('"depth"', '"deep"', 1))
+    with pytest.raises(EvaluationError, match=r"even\.jsonl:1 .*depth is missing"):
+        run_suite(suite(task), tmp_path)
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 10**30])
+def test_a_seed_that_no_generator_takes_is_refused_at_once(suite, seed):
+    with pytest.raises(EvaluationError, match="64 bits"):
+        suite(NextTokenTask(), seed=seed)
 
 
 def test_a_place_that_can_not_be_a_folder_is_a_clear_error(suite, tmp_path):

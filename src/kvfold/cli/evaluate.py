@@ -207,11 +207,13 @@ def evaluate_command(
     from kvfold.evaluation.candidates import with_plan
     from kvfold.evaluation.prompt_runner import PromptEvaluation, evaluate_prompts
     from kvfold.evaluation.report import plot_format
+    from kvfold.evaluation.runner import check_seed
 
     chosen_lengths = parse_lengths(lengths)
     size = _window(window, continuation, history, speed_history)
     if plot is not None:
         plot_format(plot)
+    check_seed(seed)
     torch.manual_seed(seed)
     screen = console()
     loaded, tokenizer = load_model(model, dtype, device)

@@ -17,6 +17,7 @@ from kvfold.cli.suite_options import LENGTHS, SuiteOptions, names_in, parse_limi
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvfold.evaluation.cost import CostSettings
     from kvfold.evaluation.gate import Rule
     from kvfold.evaluation.page.runs import Run
     from kvfold.evaluation.peers.environment import PeerEnvironment
@@ -28,56 +29,96 @@ NOT_KEPT = 1
 
 def evaluate_tasks(options: SuiteOptions) -> None:
     """Answer, measure what it costs, show, and hold against the rules."""
-    from kvfold.evaluation.cost import CostSettings, write_cost
-    from kvfold.evaluation.page.runs import read_run
+    from kvfold.evaluation.cost import CostSettings
     from kvfold.evaluation.page.table import cost_tables, figures_table
-    from kvfold.evaluation.side_by_side import Helpers
-    from kvfold.evaluation.suite import run_suite
-    from kvfold.evaluation.tasks.registry import check_known
+    from kvfold.evaluation.suite import hold_run
 
     if options.out is None:
         raise typer.BadParameter("--tasks needs a run folder: name one with --out")
-    if options.fraction == 0:
-        raise typer.BadParameter("--fraction must be above 0, or there is nothing to answer")
-    check_known(names_in(options.tasks))
-    rules = _rules(options.fail_under)
-    parse_limits(options.limit)
-    parse_tokens(options.answer_tokens)
+    rules = _checked(options)
     costs = CostSettings(
         lengths=parse_lengths(options.lengths or LENGTHS),
         speed_lengths=() if options.speed_lengths is None else parse_lengths(options.speed_lengths),
     )
-    _check_peers(options)
     screen = console()
+    with hold_run(options.out):
+        run = _answered(screen, options, options.out, rules, costs)
+        for table in (figures_table(run), *cost_tables(run)):
+            screen.print(table)
+        for note in run.notes:
+            screen.print(f"- {note}", style="dim", highlight=False, markup=False)
+        _write(screen, run, options.json_file)
+        screen.print(f"Run: {options.out}", highlight=False, markup=False)
+    hold_against(screen, rules, [run])
+
+
+def _checked(options: SuiteOptions) -> tuple[Rule, ...]:
+    """Raise what can be known to be wrong before anything is loaded; the rules of --fail-under."""
+    from kvfold.evaluation.answer_files import check_reuse
+    from kvfold.evaluation.gate import check_asked
+    from kvfold.evaluation.runner import check_seed
+    from kvfold.evaluation.tasks.registry import check_known
+    from kvfold.evaluation.writable import check_writable
+
+    if options.fraction == 0:
+        raise typer.BadParameter("--fraction must be above 0, or there is nothing to answer")
+    check_known(names_in(options.tasks))
+    check_seed(options.seed)
+    _check_peers(options)
+    rules = _rules(options.fail_under)
+    check_asked(rules, names_in(options.tasks))
+    parse_limits(options.limit)
+    parse_tokens(options.answer_tokens)
+    if options.reuse is not None and not _holds(options.reuse, options.out):
+        check_reuse(options.reuse)
+    if options.json_file is not None:
+        check_writable(options.json_file)
+    return rules
+
+
+def _holds(folder: Path, out: Path | None) -> bool:
+    """Whether the run folder is below a folder, so that the run makes both."""
+    return out is not None and out.resolve().is_relative_to(folder.resolve())
+
+
+def _answered(
+    screen: Console,
+    options: SuiteOptions,
+    folder: Path,
+    rules: Sequence[Rule],
+    costs: CostSettings,
+) -> Run:
+    """Answer and measure into a run folder that is held, and read what is there then."""
+    from kvfold.evaluation.cost import read_cost, write_cost
+    from kvfold.evaluation.gate import check_asked
+    from kvfold.evaluation.page.runs import read_run
+    from kvfold.evaluation.side_by_side import Helpers
+    from kvfold.evaluation.suite import answer_suite
+
+    read_cost(folder)  # a damaged one is told before the work
     suite = make_suite(options)
+    subjects = [*suite.subjects, *names_in(options.peers or "")]
+    check_asked(rules, names_in(options.tasks), subjects)
     environment = _environment(screen, options)
     make = partial(make_suite, options, environment)
     if environment is not None:
         suite = _with_peers(suite, options, environment)
-    model, candidates, peers = suite.model, suite.candidates, suite.peers
-    say_plans(screen, model, candidates)
+    say_plans(screen, suite.model, suite.candidates)
     with _bar(screen) as watcher:
-        run_suite(
-            *(suite, options.out),
+        answer_suite(
+            *(suite, folder),
             reuse=options.reuse,
             watcher=watcher,
             helpers=Helpers(options.jobs, make),
         )
         write_cost(
-            *(options.out, model, candidates, costs),
+            *(folder, suite.model, suite.candidates, costs),
             seed=options.seed,
-            peers=peers,
+            peers=suite.peers,
             on_progress=watcher.measures,
             described_model=suite.described,
         )
-    run = read_run(options.out)
-    for table in (figures_table(run), *cost_tables(run)):
-        screen.print(table)
-    for note in run.notes:
-        screen.print(f"- {note}", style="dim", highlight=False, markup=False)
-    _write(screen, run, options.json_file)
-    screen.print(f"Run: {options.out}", highlight=False, markup=False)
-    hold_against(screen, rules, [run])
+    return read_run(folder)
 
 
 def make_suite(options: SuiteOptions, environment: PeerEnvironment | None = None) -> Suite:

@@ -63,6 +63,7 @@ def predictions(suite: Suite, folder: Path) -> dict[Pair, Predictions]:
                     [item["id"] for item in suite.items[task.name]],
                     task.chunk,
                     code,
+                    list(dict.fromkeys(key for part in task.parts for key in part)),
                 )
     return found
 

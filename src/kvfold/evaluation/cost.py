@@ -24,6 +24,7 @@ from kvfold.evaluation.memory import Memory, memory_at
 from kvfold.evaluation.peers.peer import Peer
 from kvfold.evaluation.report import read_json, write_json
 from kvfold.evaluation.runner import PLAIN, as_picked, check_names, layers_by_residency
+from kvfold.evaluation.shapes import CostShape, check_shape
 from kvfold.evaluation.speed import Speed, SpeedSettings, measure_speed
 from kvfold.runtime.attach import AddOnLike, attach
 
@@ -98,18 +99,62 @@ def write_cost(
     described = {name: describe_addon(addon) for name, addon in candidates.items()}
     machine = environment()["machine"]
     plain = describe_model(model, None) if described_model is None else described_model
-    asked = [{**plain, "tokenizer": None}, described, asdict(settings), seed, machine]
-    if peers:
-        asked.append({name: peer.describe() for name, peer in peers.items()})
-    key = digest(json.loads(json.dumps(asked)))
-    if path.exists():
-        before = read_json(path)
-        if before.get("digest") == key:
-            return before
+    asked_peers = {name: peer.describe() for name, peer in (peers or {}).items()}
+    key = _key(plain, described, asdict(settings), seed, machine, asked_peers)
+    before = read_cost(folder)
+    if before.get("digest") == key:
+        return before
     made = cost_of(model, candidates, settings, seed=seed, peers=peers, on_progress=on_progress)
     data = {"digest": key, "machine": machine, **made}
     write_json(path, data)
     return read_json(path)
+
+
+def read_cost(folder: Path) -> dict[str, Any]:
+    """What `write_cost` wrote into a run folder, empty if nothing; raises `EvaluationError`."""
+    path = folder / COST_FILE
+    if not path.exists():
+        return {}
+    data = read_json(path)
+    check_shape(data, CostShape, path, "delete it and run the same command again")
+    return data
+
+
+def is_cost_of(
+    cost: Mapping[str, Any],
+    run: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    addons: Mapping[str, Any],
+) -> bool:
+    """Whether a cost was measured of the very subjects that answered.
+
+    run, metrics: what `run.json` and `metrics.json` hold. addons: by subject, as described beside
+    its answers; without one of them, or of the model, only names can be compared.
+    """
+    if set(cost["subjects"]) != set(metrics["subjects"]):
+        return False
+    peers = run.get("peers", {})
+    names = [n for n in metrics["subjects"] if n != metrics["plain"] and n not in peers]
+    if "model" not in run or any(addons.get(name) is None for name in names):
+        return True
+    described = {name: addons[name] for name in names}
+    key = _key(run["model"], described, cost["settings"], metrics["seed"], cost["machine"], peers)
+    return bool(cost["digest"] == key)
+
+
+def _key(
+    model: Mapping[str, Any],
+    addons: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    seed: int,
+    machine: Mapping[str, Any],
+    peers: Mapping[str, Any],
+) -> str:
+    """The digest of all that a cost depends on."""
+    asked: list[Any] = [{**model, "tokenizer": None}, addons, settings, seed, machine]
+    if peers:
+        asked.append(peers)
+    return digest(json.loads(json.dumps(asked)))
 
 
 def _sizes(memory: Sequence[Memory], resident: dict[str, int]) -> dict[str, Any]:

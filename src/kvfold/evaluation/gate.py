@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from kvfold.errors import EvaluationError
+from kvfold.evaluation.runner import PLAIN
 from kvfold.evaluation.tasks.registry import shown_name, stored_name
 
 BOUNDS = ("max_drop", "max_rise", "min", "max")
@@ -102,6 +103,25 @@ def check_rules(rules: Sequence[Rule], metrics: Mapping[str, Any]) -> list[Check
     return [
         _check(rule, subject, metrics) for rule in rules for subject in _subjects(rule, metrics)
     ]
+
+
+def check_asked(
+    rules: Sequence[Rule], tasks: Sequence[str], subjects: Sequence[str] | None = None
+) -> None:
+    """Raise `EvaluationError` for rules of tasks, or of subjects, that a run won't ask.
+
+    Which metrics a task has is known only when it is answered. subjects: None where they are not
+    known yet.
+    """
+    for rule in rules:
+        task = rule.metric.partition(".")[0]
+        if task not in tasks:
+            raise EvaluationError(
+                f"a rule needs a task that is asked, {', '.join(tasks)}; got one for "
+                f"{rule.metric}; ask {task} as well, or leave the rule out"
+            )
+        if subjects is not None:
+            _subjects(rule, {"subjects": subjects, "plain": PLAIN})
 
 
 def _entries(path: Path, metric: Any, value: Any) -> list[Any]:

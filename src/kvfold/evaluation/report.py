@@ -218,7 +218,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object that `write_json` wrote; raises `EvaluationError` for anything else."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EvaluationError(
             f"{path} must be a JSON object in UTF-8; {error}; make it anew, or delete it"
         ) from None

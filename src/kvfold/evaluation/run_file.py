@@ -12,8 +12,19 @@ from typing import Any
 from kvfold.evaluation.configuration import digest
 from kvfold.evaluation.environment import environment
 from kvfold.evaluation.report import read_json, write_json
+from kvfold.evaluation.shapes import RunShape, check_shape
 
 RUN_FILE = "run.json"
+
+
+def read_run_file(folder: Path) -> dict[str, Any]:
+    """What `write_run_file` wrote; raises `EvaluationError` for anything else."""
+    path = folder / RUN_FILE
+    data = read_json(path)
+    check_shape(
+        data, RunShape, path, "delete it and run the same command again, which keeps the answers"
+    )
+    return data
 
 
 def write_run_file(
@@ -35,7 +46,7 @@ def write_run_file(
         asked["peers"] = dict(peers)
     key = digest(asked)
     here = environment()
-    before = read_json(path) if path.exists() else {}
+    before = read_run_file(folder) if path.exists() else {}
     starts = before.get("starts", []) if before.get("digest") == key else []
     started = {"command": here["command"], "commit": here["commit"], "machine": here["machine"]}
     data = {**here, "digest": key, "config": dict(config), **asked}

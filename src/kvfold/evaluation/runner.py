@@ -199,6 +199,12 @@ def check_names(candidates: Mapping[str, AddOnLike], lengths: tuple[int, ...]) -
         raise EvaluationError(f"lengths must be at least 1 token; got {list(lengths)}")
 
 
+def check_seed(seed: int) -> None:
+    """Raise `EvaluationError` for a seed that torch's generators can't take."""
+    if not -(2**63) <= seed < 2**63:
+        raise EvaluationError(f"a seed must be a whole number of 64 bits; got {seed}")
+
+
 def layers_by_residency(attachment: Attachment) -> dict[str, int]:
     """How many layers are held in each way, as picked on attaching."""
     ways = list(attachment.resident.values())

@@ -10,6 +10,7 @@ The plain model is always a subject, the first: every other is compared with it,
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.errors import EvaluationError, ReportError
+from kvfold.evaluation.answer_files import finished
 from kvfold.evaluation.answering import Desk, Pair, Silent, Watcher, predictions
 from kvfold.evaluation.configuration import describe_addon, describe_model, describe_task
 from kvfold.evaluation.metrics import FORMAT, task_figures
 from kvfold.evaluation.peers.peer import Peer
-from kvfold.evaluation.predictions import Predictions, finished
+from kvfold.evaluation.predictions import Predictions
 from kvfold.evaluation.report import write_json
 from kvfold.evaluation.run_file import write_run_file
-from kvfold.evaluation.runner import PLAIN, check_names
+from kvfold.evaluation.runner import PLAIN, check_names, check_seed
 from kvfold.evaluation.side_by_side import Helpers, answer_side_by_side
 from kvfold.evaluation.tasks.registry import shown_name
 from kvfold.evaluation.tasks.task import Answer, Item, Task
@@ -58,6 +60,7 @@ class Suite:
 
     def __post_init__(self) -> None:
         check_names(self.candidates, ())
+        check_seed(self.seed)
         both = sorted(set(self.candidates) & set(self.peers))
         if both:
             raise EvaluationError(
@@ -125,38 +128,65 @@ def run_suite(
 ) -> dict[str, Any]:
     """Answer what is not answered yet, write the figures, and return them as plain data.
 
-    folder: of this run; what is there of the same settings is kept, answers of other settings are
-    moved to `replaced/` and made anew. reuse: a folder of run folders whose finished answers of
-    the same settings are copied. helpers: processes that answer side by side. Raises
-    `EvaluationError` for another process in the same folder, damaged files, and answers that can't
-    be judged; `ReportError` where nothing can be written.
+    folder: of this run, which is held meanwhile (`hold_run`); what is there of the same settings
+    is kept, answers of other settings are moved to `replaced/` and made anew, or taken back from
+    there. reuse: a folder of run folders whose finished answers of the same settings are copied.
+    helpers: processes that answer side by side. Raises `EvaluationError` for another process in
+    the same folder, damaged files, and answers that can't be judged; `ReportError` where nothing
+    can be written.
     """
-    with _alone_in(folder):
-        told = watcher or Silent()
-        pairs = predictions(suite, folder)
-        peers = {name: peer.describe() for name, peer in suite.peers.items()}
-        write_run_file(
-            *(folder, suite.config, suite.described, suite.described_tasks),
-            *(suite.subjects, suite.seed, peers),
-        )
-        (folder / METRICS_FILE).unlink(missing_ok=True)  # of an earlier run, till this one is done
-        wanting = _wanting(suite, pairs, finished(reuse) if reuse is not None else {}, told)
-        if helpers is not None and min(helpers.count, len(wanting)) > 1:
-            answer_side_by_side(helpers, folder, {p: pairs[p] for p in wanting}, told)
-        else:
-            with Desk(suite, told) as desk:
-                for pair, done in wanting.items():
-                    desk.answer(pair, pairs[pair], done)
-        answers: dict[str, dict[str, list[Answer]]] = {name: {} for name in suite.items}
-        for (subject, task), found in pairs.items():
-            answers[task][subject] = found.read()
-        data = figures_data(suite, answers)
-        write_json(folder / METRICS_FILE, data)
-        return data
+    with hold_run(folder):
+        return answer_suite(suite, folder, reuse=reuse, watcher=watcher, helpers=helpers)
+
+
+def answer_suite(
+    suite: Suite,
+    folder: Path,
+    *,
+    reuse: Path | None = None,
+    watcher: Watcher | None = None,
+    helpers: Helpers | None = None,
+) -> dict[str, Any]:
+    """`run_suite` in a folder that the caller holds, and goes on to hold."""
+    told = watcher or Silent()
+    pairs = predictions(suite, folder)
+    peers = {name: peer.describe() for name, peer in suite.peers.items()}
+    _remove_figures(folder)
+    write_run_file(
+        *(folder, suite.config, suite.described, suite.described_tasks),
+        *(suite.subjects, suite.seed, peers),
+    )
+    wanting = _wanting(suite, pairs, {} if reuse is None else finished(reuse, told.say), told)
+    if helpers is not None and min(helpers.count, len(wanting)) > 1:
+        answer_side_by_side(helpers, folder, {p: pairs[p] for p in wanting}, told)
+    else:
+        with Desk(suite, told) as desk:
+            for pair, done in wanting.items():
+                desk.answer(pair, pairs[pair], done)
+    answers: dict[str, dict[str, list[Answer]]] = {name: {} for name in suite.items}
+    for (subject, task), found in pairs.items():
+        answers[task][subject] = found.read()
+    data = figures_data(suite, answers)
+    write_json(folder / METRICS_FILE, data)
+    return data
+
+
+def _remove_figures(folder: Path) -> None:
+    """Remove an earlier run's figures, before anything that they belong to changes."""
+    path = folder / METRICS_FILE
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ReportError(
+            f"can't remove {path}: {error.strerror}; name a folder that can be written"
+        ) from None
 
 
 def _wanting(
-    suite: Suite, pairs: Mapping[Pair, Predictions], elsewhere: Mapping[str, Path], told: Watcher
+    suite: Suite,
+    pairs: Mapping[Pair, Predictions],
+    elsewhere: Mapping[str, Sequence[Path]],
+    told: Watcher,
 ) -> dict[Pair, int]:
     """Pairs that are not answered to the end, and how many answers each has.
 
@@ -215,9 +245,15 @@ def _items(task: Task) -> Sequence[Item]:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a run folder, which is made if it is not there."""
+def hold_run(folder: Path) -> Iterator[None]:
+    """Hold a run folder, which is made if it is not there, till all that goes into it is there.
+
+    One that was made for this and has got nothing is gone again at the end. Raises
+    `EvaluationError` while another process holds it, and `ReportError` or `FolderError` where it
+    can't be made or written.
+    """
     try:
+        there = folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ReportError(f"can't make the run folder {folder}: {error.strerror}") from error
@@ -226,4 +262,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
         "it, or name another --out"
     )
     with alone_in(folder, LOCK_FILE, refusal):
-        yield
+        try:
+            yield
+        finally:
+            if not there and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -19,7 +19,7 @@ FLOOR = 0.05
 
 def notes_of(run: Run) -> tuple[str, ...]:
     """All that there is to say, in whole sentences."""
-    kinds = (_part, _cut, _floor, _same, _exact, _code, _peers)
+    kinds = (_part, _cut, _floor, _same, _exact, _code, _peers, _cost)
     return tuple(note for told in kinds for note in told(run))
 
 
@@ -144,3 +144,11 @@ def _peers(run: Run) -> Iterator[str]:
             unasked.setdefault((task, reason), []).append(name)
     for (task, reason), names in unasked.items():
         yield f"{', '.join(names)}: not asked {shown_name(task)}: {reason}."
+
+
+def _cost(run: Run) -> Iterator[str]:
+    if run.other_cost:
+        yield (
+            "What the subjects cost was measured of another configuration, in the same folder, and "
+            "is left out; the same command again measures it anew."
+        )

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.errors import EvaluationError
-from kvfold.evaluation.cost import COST_FILE
+from kvfold.evaluation.answer_files import ANEW, read_description
+from kvfold.evaluation.cost import is_cost_of, read_cost
 from kvfold.evaluation.metrics import FORMAT
 from kvfold.evaluation.page.notes import notes_of
-from kvfold.evaluation.predictions import (
-    PREDICTIONS,
-    description_path,
-    read_description,
-    safe_name,
-)
+from kvfold.evaluation.predictions import PREDICTIONS, description_path, safe_name
 from kvfold.evaluation.report import read_json
-from kvfold.evaluation.run_file import RUN_FILE
+from kvfold.evaluation.run_file import read_run_file
+from kvfold.evaluation.shapes import AnswerShape, MetricsShape, check_shape
 from kvfold.evaluation.suite import METRICS_FILE
 
 NEEDLE = "needle"
@@ -39,10 +36,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder. cost is empty where no cost was measured.
+    """One run folder. cost is empty where no cost was measured, or only of another configuration.
 
-    needles: cells by subject, of the task `needle`. described: what lies beside the answers of
-    each subject to each task.
+    other_cost: whether there is one of another configuration. needles: cells by subject, of the
+    task `needle`. described: what lies beside the answers of each subject to each task.
     """
 
     folder: Path
@@ -51,6 +48,7 @@ class Run:
     cost: Mapping[str, Any]
     needles: Mapping[str, tuple[Cell, ...]]
     described: Mapping[tuple[str, str], Mapping[str, Any]]
+    other_cost: bool = False
 
     @property
     def title(self) -> str:
@@ -136,7 +134,11 @@ class Run:
 def read_run(folder: Path) -> Run:
     """A finished run; raises `EvaluationError` for a folder that holds none."""
     path = folder / METRICS_FILE
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except OSError as error:
+        raise EvaluationError(f"can't read the run folder {folder}: {error.strerror}") from None
+    if not there:
         raise EvaluationError(
             f"a report is made of finished runs; {folder} has no {METRICS_FILE}; give the run "
             "folder of `kvfold evaluate --tasks ... --out`, and end a run that was broken off by "
@@ -148,20 +150,25 @@ def read_run(folder: Path) -> Run:
             f"this kvfold reads figures of format {FORMAT}; {path} has {metrics.get('format')!r}; "
             "run the same command again, which keeps the answers"
         )
-    cost = folder / COST_FILE
+    check_shape(metrics, MetricsShape, path, "run the same command again, which keeps the answers")
+    about, cost = read_run_file(folder), read_cost(folder)
+    described = {
+        (name, task): read_description(path)
+        for name in metrics["subjects"]
+        for task in metrics["tasks"]
+        if (path := description_path(folder, name, task)).exists()
+    }
+    addons = {name: entry["configuration"].get("addon") for (name, _), entry in described.items()}
+    ours = not cost or is_cost_of(cost, about, metrics, addons)
     subjects = metrics["subjects"] if NEEDLE in metrics["tasks"] else []
     return Run(
         folder=folder,
-        about=read_json(folder / RUN_FILE),
+        about=about,
         metrics=metrics,
-        cost=read_json(cost) if cost.exists() else {},
+        cost=cost if ours else {},
         needles={name: cells for name in subjects if (cells := tuple(_cells(folder, name)))},
-        described={
-            (name, task): read_description(path)
-            for name in metrics["subjects"]
-            for task in metrics["tasks"]
-            if (path := description_path(folder, name, task)).exists()
-        },
+        described=described,
+        other_cost=not ours,
     )
 
 
@@ -184,15 +191,20 @@ def _cells(folder: Path, subject: str) -> Iterator[Cell]:
     judged: dict[tuple[int, float], list[bool]] = {}
     if not path.exists():
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise EvaluationError(f"{path} can't be read: {error.strerror}; {ANEW}") from None
+    for number, line in enumerate(lines, start=1):
         try:
             answer = json.loads(line)
+            check_shape(answer, AnswerShape, f"{path}:{number}", ANEW)
             said, scores = answer["said"], answer["scores"]
             right = [score for score in scores.values() if isinstance(score, bool)]
             if right and {"length", "depth"} <= said.keys():
                 place = (int(said["length"]), float(said["depth"]))
                 judged.setdefault(place, []).append(right[0])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise EvaluationError(
                 f"{path}:{number} must be an answer as JSON ({type(error).__name__}: {error}); "
                 "delete the file and run the same command again"
