@@ -11,8 +11,7 @@ from kvfold.plan import Plan
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from kvfold.vllm.heads import LocalHeads
-from kvfold.vllm.slot_readers import absorbable, pays
+from kvfold.vllm.slot_readers import absorbable
 
 CSA2 = {"method": "csa2", "source": 1, "readers": [2]}
 
@@ -37,11 +36,3 @@ def test_layers_whose_maps_are_affine_absorb(tiny_config):
 def test_sources_and_residual_maps_do_not(tiny_config):
     assert absorbable(method_of(tiny_config, CSA2), 1) is None
     assert absorbable(method_of(tiny_config, {**CSA2, "residual_hidden": 8}), 2) is None
-
-
-def test_it_pays_for_few_queries_of_many_slots():
-    local = LocalHeads(heads=9, kv_heads=3, head_dim=64, first_head=0, first_kv_head=0)
-    assert pays(local, code_width=576, new=1, visible=1024)
-    assert not pays(local, code_width=576, new=1, visible=1)
-    assert not pays(local, code_width=576, new=512, visible=1024)
-    assert not pays(local, code_width=576, new=1, visible=0)

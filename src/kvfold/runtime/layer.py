@@ -169,10 +169,6 @@ class FoldedAttention:
             and self.method.affine_keys(self.index) is not None
         )
 
-    def absorbs_values(self) -> bool:
-        """Whether values are summed as codes and mapped once."""
-        return self.reading == "absorbed" and self.method.affine_values(self.index) is not None
-
     def head_map(self, affine: AffineMap) -> AffineMap:
         """An affine map with its outputs split by kv head: weight (kv_heads, head_dim, code)."""
         d = self.anatomy.head_dim

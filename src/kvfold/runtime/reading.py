@@ -1,9 +1,10 @@
 """How each layer reads its history: expanded, shared or absorbed.
 
 expanded: keys and values of slots are kept, quantised where the plan has bits. shared: only codes
-are kept, and keys and values are rebuilt block by block inside attention. absorbed: attention is
-computed against the codes themselves, values always, keys outside their rotary part. A layer whose
-keys and values the code holds as they are reads them as `shared` does wherever codes are kept.
+are kept, and keys and values are rebuilt block by block inside attention, but for values where
+summing codes is less work. absorbed: keys are never rebuilt outside their rotary part, since logits
+come of the codes themselves; the rotary part is kept. A layer whose keys and values the code holds
+as they are reads them as `shared` does wherever codes are kept.
 """
 
 from __future__ import annotations

@@ -12,10 +12,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from kvfold.methods.base import AffineMap
+from kvfold.runtime.absorbing import absorbing_pays
 from kvfold.runtime.codes import CodeStore
 from kvfold.runtime.folded_layer import FoldedLayer
-from kvfold.runtime.layer import FoldedAttention, NewTokens, RotaryAt, StoredSlots
+from kvfold.runtime.layer import FoldedAttention, NewTokens, RotaryAt, Rotation, StoredSlots
 from kvfold.runtime.masks import (
     MaskKind,
     grouped_mask,
@@ -52,8 +55,8 @@ def stream(
         state = StreamingSoftmax(batch, fold.anatomy.kv_heads, grouped.shape[2], queries)
         repeat = heads // fold.anatomy.kv_heads
         _add_exact(fold, layer, step, new, block, grouped, state, repeat, decoding)
-        reader = _reader(fold, layer, store, grouped, count, rotary_at)
         most = visible_slots(step, block)
+        reader = _reader(fold, layer, store, grouped, count, rotary_at, most)
         for start in range(0, most, SLOT_BLOCK):
             slots = range(start, min(start + SLOT_BLOCK, most))
             reader.add(state, slots, grouped_mask(step, block, "slots", slots, repeat))
@@ -129,12 +132,13 @@ def _reader(
     grouped: Tensor,
     count: int,
     rotary_at: RotaryAt,
+    slots: int,
 ) -> _SlotReader:
     queries = _Queries.of(fold, grouped, count)
     if fold.reading == "expanded":
         return _QuantisedReader(fold, layer, queries)
     assert store is not None
-    return _CodeReader(fold, layer, store, queries, rotary_at)
+    return _CodeReader(fold, layer, store, queries, rotary_at, slots)
 
 
 class _QuantisedReader(_SlotReader):
@@ -168,7 +172,11 @@ class _QuantisedReader(_SlotReader):
 
 
 class _CodeReader(_SlotReader):
-    """Codes that several layers share, rebuilt or absorbed as the layer's reading says."""
+    """Codes that several layers share, rebuilt or absorbed, whichever is less work.
+
+    Quantised codes stay in their rotated basis where turning the layer's maps into it is less work
+    than turning the codes back: W z = (W R) (R^T z).
+    """
 
     def __init__(
         self,
@@ -177,25 +185,56 @@ class _CodeReader(_SlotReader):
         store: CodeStore,
         queries: _Queries,
         rotary_at: RotaryAt,
+        slots: int,
     ) -> None:
         self.fold = fold
         self.layer = layer
         self.store = store
         self.queries = queries
         self.rotary_at = rotary_at
-        self.values = None
-        if fold.absorbs_values():
-            affine = fold.method.affine_values(fold.index)
-            assert affine is not None
-            self.values = fold.head_map(affine)
+        self.key_map, self.value_map = self._maps()
+        self.sums_codes = self.value_map is not None and self._absorbing_pays(slots)
+        self.rotated = self._rotating_pays(slots)
         if fold.absorbs_keys():
             self._absorb_keys()
+            self.key_map = None
+        if self.rotated:
+            self.key_map = None if self.key_map is None else self._turned(self.key_map)
+            self.value_map = self.value_map if self.sums_codes else self._turned(self.value_map)
+
+    def _maps(self) -> tuple[AffineMap | None, AffineMap | None]:
+        """To keys and to values; None where decoding is free or not affine."""
+        method, index = self.fold.method, self.fold.index
+        if method.holds(index):
+            return None, None
+        return method.affine_keys(index), method.affine_values(index)
+
+    def _absorbing_pays(self, slots: int) -> bool:
+        shape = self.fold.anatomy
+        return absorbing_pays(
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            code_width=self.fold.method.code_width,
+            queries=self.queries.grouped.shape[2] * shape.kv_heads // shape.heads,
+            slots=slots,
+        )
+
+    def _rotating_pays(self, slots: int) -> bool:
+        maps = [] if self.fold.absorbs_keys() else [self.key_map]
+        maps += [] if self.sums_codes else [self.value_map]
+        if not self.store.slots.quantised or None in maps:
+            return False
+        return len(maps) * self.fold.anatomy.kv_width < slots * len(self.queries.grouped)
+
+    def _turned(self, affine: AffineMap | None) -> AffineMap:
+        assert affine is not None
+        return AffineMap(self.store.slots.rotate(affine.weight), affine.bias)
 
     def _absorb_keys(self) -> None:
         """a = W_N Gamma_N q_N and its constant b_N Gamma_N q_N, per grouped query."""
-        affine = self.fold.method.affine_keys(self.fold.index)
-        assert affine is not None
-        weight, bias = self.fold.head_map(affine)
+        assert self.key_map is not None
+        weight, bias = self.fold.head_map(self.key_map)
         turned = self.fold.anatomy.rotary_dim
         grouped = self.queries.grouped
         straight = grouped[..., turned:]
@@ -204,28 +243,43 @@ class _CodeReader(_SlotReader):
             straight = straight * gamma[turned:].to(straight.dtype)
         self.absorbed = torch.matmul(straight, weight[:, turned:])
         self.constant = torch.matmul(straight, bias[:, turned:, None])
+        if self.rotated:
+            self.absorbed = self.store.slots.rotate(self.absorbed)
 
     def add(self, state: StreamingSoftmax, slots: range, mask: Tensor) -> None:
-        codes = self.store.slots.read(slice(slots.start, slots.stop))
-        keys = values = None
-        if not self.fold.absorbs_keys() or self.values is None:
-            place = self.fold.pipeline.slot_position
-            stored = StoredSlots(self.layer.schedule, slots, place, codes.device)
-            keys, values = self.fold.unfold(codes, self.rotary_at(stored))
-        if self.fold.absorbs_keys():
+        block = slice(slots.start, slots.stop)
+        stored = self.store.slots
+        codes = stored.read_rotated(block) if self.rotated else stored.read(block)
+        keys, values = self._rebuilt(codes, slots)
+        if keys is None:
             logits = self._absorbed_logits(slots, codes)
         else:
-            assert keys is not None
             logits = torch.matmul(self.queries.grouped, keys.transpose(2, 3))
         logits = self.queries.scaled(logits, self.fold.scaling)
-        if self.values is None:
-            assert values is not None
+        if values is not None:
             state.add("values", logits, mask, values)
             return
         # The bias of the value map counts once per unit of weight, so it rides along as a
         # column of ones beside the codes.
         ones = codes.new_ones(*codes.shape[:3], 1)
         state.add("codes", logits, mask, torch.cat([codes, ones], dim=-1))
+
+    def _rebuilt(self, codes: Tensor, slots: range) -> tuple[Tensor | None, Tensor | None]:
+        """Attention-ready keys and values of slots; None what is absorbed."""
+        fold, keys, values = self.fold, None, None
+        if self.value_map is None or (self.key_map is None and not fold.absorbs_keys()):
+            keys, values = fold.unfold(codes, self._rotation(codes, slots))
+            return keys, None if self.sums_codes else values
+        if self.key_map is not None:
+            flat = functional.linear(codes[:, 0], *self.key_map)
+            keys = fold.finish_keys(fold.heads(flat), self._rotation(codes, slots))
+        if not self.sums_codes:
+            values = fold.heads(functional.linear(codes[:, 0], *self.value_map))
+        return keys, values
+
+    def _rotation(self, codes: Tensor, slots: range) -> Rotation:
+        place = self.fold.pipeline.slot_position
+        return self.rotary_at(StoredSlots(self.layer.schedule, slots, place, codes.device))
 
     def _absorbed_logits(self, slots: range, codes: Tensor) -> Tensor:
         logits = torch.matmul(self.absorbed, codes.transpose(2, 3)) + self.constant
@@ -241,11 +295,13 @@ class _CodeReader(_SlotReader):
 
     def finish(self, state: StreamingSoftmax) -> Tensor:
         output = state.sums.get("values")
-        if self.values is not None and "codes" in state.sums:
-            summed = state.sums["codes"]
-            weight, bias = (part.to(summed.dtype) for part in self.values)
-            mapped = torch.matmul(summed[..., :-1], weight.transpose(1, 2))
-            mapped = mapped + summed[..., -1:] * bias[:, None]
+        if "codes" in state.sums:
+            assert self.value_map is not None
+            summed, ones = state.sums["codes"].tensor_split([-1], dim=-1)
+            if self.rotated:
+                summed = self.store.slots.unrotate(summed)
+            weight, bias = (part.to(summed.dtype) for part in self.fold.head_map(self.value_map))
+            mapped = torch.matmul(summed, weight.transpose(1, 2)) + ones * bias[:, None]
             output = mapped if output is None else output + mapped
         assert output is not None
         return output / state.total

@@ -12,11 +12,12 @@ from vllm.distributed import (
 )
 
 from kvfold.anatomy import LayerAnatomy
+from kvfold.runtime.absorbing import absorbing_pays
 from kvfold.runtime.schedule import Schedule
 from kvfold.vllm.attend import ExactRows, Slots, attend, exact_positions
 from kvfold.vllm.heads import LocalHeads
 from kvfold.vllm.owners import RowOwner
-from kvfold.vllm.slot_readers import AbsorbingReader, SlotReader, absorbable, pays
+from kvfold.vllm.slot_readers import AbsorbingReader, SlotReader, absorbable
 
 if TYPE_CHECKING:
     from kvfold.vllm.fold import Folding
@@ -124,8 +125,15 @@ class FoldedAttention(nn.Module):
         if bias is not None:
             bias = bias[self.local.first_head : self.local.first_head + self.local.heads]
         maps = absorbable(code.pipeline.depth, self.index)
-        width = code.pipeline.depth.code_width
-        if maps is None or not pays(self.local, width, new, visible):
+        local = self.local
+        if maps is None or not absorbing_pays(
+            heads=local.heads,
+            kv_heads=local.kv_heads,
+            head_dim=local.head_dim,
+            code_width=code.pipeline.depth.code_width,
+            queries=new,
+            slots=visible,
+        ):
             return Slots(visible, SlotReader(folding, code, self, request), bias)
         reader = AbsorbingReader(folding, code, self, request, *maps)
         return Slots(visible, reader, bias, reader.values)

@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from kvfold.methods.base import AffineMap, DepthMethod
 from kvfold.vllm.attend import KeysValues
-from kvfold.vllm.heads import LocalHeads
 
 if TYPE_CHECKING:
     from kvfold.vllm.fold import Code, Folding
@@ -36,16 +35,6 @@ def absorbable(method: DepthMethod, layer: int) -> AffineMaps | None:
         return None
     keys, values = method.affine_keys(layer), method.affine_values(layer)
     return None if keys is None or values is None else AffineMaps(keys, values)
-
-
-def pays(local: LocalHeads, code_width: int, new: int, visible: int) -> bool:
-    """Whether absorbing values takes fewer multiplications than making them.
-
-    new: queries of a head. visible: slots that they read.
-    """
-    made = visible * code_width * local.kv_width + visible * local.heads * new * local.head_dim
-    summed = local.heads * new * code_width * (visible + local.head_dim)
-    return summed < made
 
 
 @dataclass(frozen=True)
