@@ -196,14 +196,3 @@ def test_copies_and_chosen_rows_of_codes_are_their_own(bits: Any) -> None:
     assert torch.equal(copied.read(slice(0, 5)), before[[1]])
     copied.write(alike(0, 5), codes(5)[[0]] + 1, 5)
     assert torch.equal(held.read(slice(0, 5)), before)
-
-
-def test_codes_in_the_basis_they_are_stored_in_are_those_turned_into_it() -> None:
-    """So a map of codes may be turned instead of all codes, and back what sums of codes give."""
-    held, values = CodeSlots(PARTS, Bits(8, 2, 7)), codes(7)
-    held.write(alike(0, 7), values, 7)
-    plain, turned = held.read(slice(0, 7)), held.read_rotated(slice(0, 7))
-    torch.testing.assert_close(held.rotate(plain), turned)
-    torch.testing.assert_close(held.unrotate(turned), plain)
-    weight = codes(5)[0, 0]
-    torch.testing.assert_close(turned @ held.rotate(weight).T, plain @ weight.T)

@@ -45,6 +45,18 @@ def test_quantised_codes_come_back_as_the_pipeline_rounds_them(tiny_config, key_
     assert torch.allclose(packed.unpack(rows), pipeline.rounded_codes(codes[None])[0], atol=1e-6)
 
 
+def test_codes_may_stay_in_the_basis_they_are_stored_in(tiny_config):
+    """Then maps of codes are turned instead."""
+    bits = [{"method": "turboquant", "layers": [1, 2]}]
+    pipeline = pipeline_of(tiny_config, bits)
+    packed = PackedCode(pipeline, torch.float32)
+    rows, weight = packed.pack(torch.randn(6, 41)), torch.randn(5, 41)
+    plain, turned = packed.unpack(rows), packed.unpack(rows, rotated=True)
+    assert not torch.allclose(turned, plain, atol=1e-2)
+    assert torch.allclose(pipeline.unrotated(turned), plain, atol=1e-5)
+    assert torch.allclose(turned @ pipeline.rotated(weight).T, plain @ weight.T, atol=1e-4)
+
+
 def test_slots_without_a_finite_scale_are_told_of_once_and_spoil_no_others(tiny_config, caplog):
     bits = [{"method": "turboquant", "layers": [1, 2]}]
     packed = PackedCode(pipeline_of(tiny_config, bits), torch.float32)

@@ -7,7 +7,7 @@ each layer that reads it maps it to its own keys and values. Every step but dept
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -135,14 +135,33 @@ class Pipeline(nn.Module):
 
         As they are where the plan has no bits. Gradients pass straight through.
         """
-        if self.bits is None:
-            return codes
+        return codes if self.bits is None else self._by_part(codes, TurboQuant.rounded)
+
+    def rotated(self, codes: Tensor) -> Tensor:
+        """Codes, or rows of a map of codes, (..., code_width), in the basis of quantised codes.
+
+        Inner products are the same there, so a map may be turned in place of every code. Only for
+        a plan with bits.
+        """
+        return self._by_part(codes, TurboQuant.rotate)
+
+    def unrotated(self, codes: Tensor) -> Tensor:
+        """Undo `rotated`."""
+        return self._by_part(codes, TurboQuant.unrotate)
+
+    def codecs(self) -> Iterator[tuple[CodePart, TurboQuant]]:
+        """What quantises each part of a code; none without bits."""
+        if self.bits is not None:
+            for part in self.depth.code_parts:
+                yield part, TurboQuant(part.width, self.bits.of(part), self.bits.seed)
+
+    def _by_part(self, codes: Tensor, change: Callable[[TurboQuant, Tensor], Tensor]) -> Tensor:
+        """Every head of every part changed as a vector of its own."""
         pieces, start = [], 0
-        for part in self.depth.code_parts:
+        for part, codec in self.codecs():
             stop = start + part.heads * part.width
             vectors = codes[..., start:stop].reshape(*codes.shape[:-1], part.heads, part.width)
-            codec = TurboQuant(part.width, self.bits.of(part), self.bits.seed)
-            pieces.append(codec.rounded(vectors).flatten(-2))
+            pieces.append(change(codec, vectors).flatten(-2))
             start = stop
         return torch.cat(pieces, dim=-1)
 

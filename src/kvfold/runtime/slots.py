@@ -128,27 +128,12 @@ class CodeSlots:
         return torch.cat(pieces, dim=-1)[:, None]
 
     def read_rotated(self, slots: slice) -> Tensor:
-        """Quantised codes of some slots in the basis that they are stored in, see `rotate`."""
+        """Quantised codes of some slots in the basis that they are stored in.
+
+        See `Pipeline.rotated`.
+        """
         pieces = [store.read_rotated(slots).transpose(1, 2).flatten(2) for store in self.stores]
         return torch.cat(pieces, dim=-1)[:, None]
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """x (..., code_width) in the basis of quantised codes, which keeps inner products."""
-        return self._by_part(x, TurboQuant.rotate)
-
-    def unrotate(self, x: Tensor) -> Tensor:
-        """Undo `rotate`."""
-        return self._by_part(x, TurboQuant.unrotate)
-
-    def _by_part(self, x: Tensor, turn: Callable[[TurboQuant, Tensor], Tensor]) -> Tensor:
-        widths = [part.heads * part.width for part in self.parts]
-        pieces = []
-        split = torch.split(x, widths, dim=-1)
-        for part, store, piece in zip(self.parts, self.stores, split, strict=True):
-            assert store.codec is not None
-            vectors = piece.reshape(*piece.shape[:-1], part.heads, part.width)
-            pieces.append(turn(store.codec, vectors).flatten(-2))
-        return torch.cat(pieces, dim=-1)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by what `change` makes of it."""

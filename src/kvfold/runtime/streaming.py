@@ -229,7 +229,7 @@ class _CodeReader(_SlotReader):
 
     def _turned(self, affine: AffineMap | None) -> AffineMap:
         assert affine is not None
-        return AffineMap(self.store.slots.rotate(affine.weight), affine.bias)
+        return AffineMap(self.fold.pipeline.rotated(affine.weight), affine.bias)
 
     def _absorb_keys(self) -> None:
         """a = W_N Gamma_N q_N and its constant b_N Gamma_N q_N, per grouped query."""
@@ -244,7 +244,7 @@ class _CodeReader(_SlotReader):
         self.absorbed = torch.matmul(straight, weight[:, turned:])
         self.constant = torch.matmul(straight, bias[:, turned:, None])
         if self.rotated:
-            self.absorbed = self.store.slots.rotate(self.absorbed)
+            self.absorbed = self.fold.pipeline.rotated(self.absorbed)
 
     def add(self, state: StreamingSoftmax, slots: range, mask: Tensor) -> None:
         block = slice(slots.start, slots.stop)
@@ -299,7 +299,7 @@ class _CodeReader(_SlotReader):
             assert self.value_map is not None
             summed, ones = state.sums["codes"].tensor_split([-1], dim=-1)
             if self.rotated:
-                summed = self.store.slots.unrotate(summed)
+                summed = self.fold.pipeline.unrotated(summed)
             weight, bias = (part.to(summed.dtype) for part in self.fold.head_map(self.value_map))
             mapped = torch.matmul(summed, weight.transpose(1, 2)) + ones * bias[:, None]
             output = mapped if output is None else output + mapped

@@ -12,12 +12,13 @@ from vllm.distributed import (
 )
 
 from kvfold.anatomy import LayerAnatomy
+from kvfold.methods.base import AffineMap
 from kvfold.runtime.absorbing import absorbing_pays
 from kvfold.runtime.schedule import Schedule
 from kvfold.vllm.attend import ExactRows, Slots, attend, exact_positions
 from kvfold.vllm.heads import LocalHeads
 from kvfold.vllm.owners import RowOwner
-from kvfold.vllm.slot_readers import AbsorbingReader, SlotReader, absorbable
+from kvfold.vllm.slot_readers import AbsorbingReader, SlotReader, absorbable, stored_key_map
 
 if TYPE_CHECKING:
     from kvfold.vllm.fold import Folding
@@ -55,6 +56,7 @@ class FoldedAttention(nn.Module):
         plan = folding.loaded.plan
         group = plan.group_of(layer.index)
         self.schedule = Schedule(plan.anchors, plan.window, group) if folded else None
+        self._key_map: AffineMap | None = None
         # Not as submodules: this module hangs below both.
         self.__dict__["folding"] = folding
         self.__dict__["parent"] = attention
@@ -135,5 +137,7 @@ class FoldedAttention(nn.Module):
             slots=visible,
         ):
             return Slots(visible, SlotReader(folding, code, self, request), bias)
-        reader = AbsorbingReader(folding, code, self, request, *maps)
+        if self._key_map is None:
+            self._key_map = stored_key_map(code.pipeline, maps.keys)
+        reader = AbsorbingReader(folding, code, self, request, self._key_map, maps.values)
         return Slots(visible, reader, bias, reader.values)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from kvfold.methods import CodePart, Pipeline
-from kvfold.methods.turboquant import LARGEST_SCALE, SCALE_BYTES, Quantised, TurboQuant
+from kvfold.methods import Pipeline
+from kvfold.methods.turboquant import LARGEST_SCALE, SCALE_BYTES, Quantised
 
 log = logging.getLogger("vllm.kvfold")
 
@@ -23,9 +22,7 @@ class PackedCode:
     """
 
     def __init__(self, pipeline: Pipeline, dtype: torch.dtype) -> None:
-        self.layers = pipeline.layers
-        self.bits = pipeline.bits
-        self.parts: tuple[CodePart, ...] = pipeline.depth.code_parts
+        self.pipeline = pipeline
         self.code_width = pipeline.depth.code_width
         self.dtype = dtype
         self._told = False
@@ -33,16 +30,17 @@ class PackedCode:
     @property
     def row_bytes(self) -> int:
         """Bytes of one slot."""
-        if self.bits is None:
+        if self.pipeline.bits is None:
             return self.code_width * self.dtype.itemsize
-        return sum(part.heads * (codec.row_bytes + SCALE_BYTES) for part, codec in self._codecs())
+        codecs = self.pipeline.codecs()
+        return sum(part.heads * (codec.row_bytes + SCALE_BYTES) for part, codec in codecs)
 
     def pack(self, codes: Tensor) -> Tensor:
         """Codes (n, code_width) to bytes (n, row_bytes), uint8."""
-        if self.bits is None:
+        if self.pipeline.bits is None:
             return codes.to(self.dtype).contiguous().view(torch.uint8)
         pieces, start = [], 0
-        for part, codec in self._codecs():
+        for part, codec in self.pipeline.codecs():
             stop = start + part.heads * part.width
             vectors = codes[:, start:stop].reshape(len(codes), part.heads, part.width)
             stored = codec.encode(vectors)
@@ -52,18 +50,22 @@ class PackedCode:
             start = stop
         return torch.cat(pieces, dim=1)
 
-    def unpack(self, rows: Tensor) -> Tensor:
-        """Bytes (n, row_bytes) to codes (n, code_width)."""
-        if self.bits is None:
+    def unpack(self, rows: Tensor, *, rotated: bool = False) -> Tensor:
+        """Bytes (n, row_bytes) to codes (n, code_width).
+
+        rotated: whether quantised codes stay in their own basis, see `Pipeline.rotated`.
+        """
+        if self.pipeline.bits is None:
             return rows.contiguous().view(self.dtype)
         pieces, start = [], 0
-        for part, codec in self._codecs():
+        for part, codec in self.pipeline.codecs():
             middle = start + part.heads * codec.row_bytes
             stop = middle + part.heads * SCALE_BYTES
             codes = rows[:, start:middle].reshape(len(rows), part.heads, codec.row_bytes)
             scales = rows[:, middle:stop].contiguous().view(torch.float16)
             stored = Quantised(codes, scales[..., None], codec.signature)
-            pieces.append(codec.decode(stored, dtype=self.dtype).flatten(1))
+            decode = codec.decode_rotated if rotated else codec.decode
+            pieces.append(decode(stored, dtype=self.dtype).flatten(1))
             start = stop
         return torch.cat(pieces, dim=1)
 
@@ -75,11 +77,6 @@ class PackedCode:
             "kvfold: slots of layers %s have a root mean square above %s or are not finite, and "
             "can't be quantised; answers that read them are worthless. Leave these layers out of "
             "the plan's bits",
-            list(self.layers),
+            list(self.pipeline.layers),
             f"{LARGEST_SCALE:,.0f}",
         )
-
-    def _codecs(self) -> Iterator[tuple[CodePart, TurboQuant]]:
-        assert self.bits is not None
-        for part in self.parts:
-            yield part, TurboQuant(part.width, self.bits.of(part), self.bits.seed)

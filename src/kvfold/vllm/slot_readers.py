@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvfold.methods import Pipeline
 from kvfold.methods.base import AffineMap, DepthMethod
 from kvfold.vllm.attend import KeysValues
 
@@ -37,6 +38,13 @@ def absorbable(method: DepthMethod, layer: int) -> AffineMaps | None:
     return None if keys is None or values is None else AffineMaps(keys, values)
 
 
+def stored_key_map(pipeline: Pipeline, key_map: AffineMap) -> AffineMap:
+    """A map of codes as a map of them in the basis that they are stored in."""
+    if pipeline.bits is None:
+        return key_map
+    return AffineMap(pipeline.rotated(key_map.weight), key_map.bias)
+
+
 @dataclass(frozen=True)
 class SlotReader:
     """Reads slots of one request as keys and values of one layer."""
@@ -45,6 +53,11 @@ class SlotReader:
     code: Code
     stand_in: FoldedAttention
     request: int
+
+    @property
+    def rotated(self) -> bool:
+        """Whether codes stay in the basis that they are quantised in."""
+        return False
 
     def __call__(self, numbers: range) -> KeysValues:
         """Keys and values of these slots."""
@@ -59,7 +72,7 @@ class SlotReader:
         device = code.history.kv_cache.device
         slots = torch.arange(numbers.start, numbers.stop, device=device)
         rows = code.history.read(self.request, slots + code.first_number, code.columns)
-        return slots, code.packed.unpack(rows)
+        return slots, code.packed.unpack(rows, rotated=self.rotated)
 
     def finished(self, flat: Tensor, slots: Tensor) -> Tensor:
         """k_norm and RoPE: all heads' keys (n, width) to this device's, (kv_heads, n, head_dim)."""
@@ -75,10 +88,18 @@ class SlotReader:
 
 @dataclass(frozen=True)
 class AbsorbingReader(SlotReader):
-    """Reads slots of one request as keys of one layer and codes in place of values."""
+    """Reads slots of one request as keys of one layer and codes in place of values.
+
+    key_map: of codes as they are stored, see `stored_key_map`. value_map: of codes.
+    """
 
     key_map: AffineMap
     value_map: AffineMap
+
+    @property
+    def rotated(self) -> bool:
+        """Whether codes stay in the basis that they are quantised in."""
+        return self.code.pipeline.bits is not None
 
     def __call__(self, numbers: range) -> KeysValues:
         """Keys of these slots, and their codes with a one behind each."""
@@ -91,6 +112,9 @@ class AbsorbingReader(SlotReader):
     def values(self, summed: Tensor) -> Tensor:
         """Sums of codes, (kv_heads, grouped, code_width + 1), to sums of values."""
         local = self.stand_in.local
+        codes, ones = summed.tensor_split([-1], dim=-1)
+        if self.rotated:
+            codes = self.code.pipeline.unrotated(codes)
         weight = local.own(self.value_map.weight.T.to(summed.dtype))
         bias = local.own(self.value_map.bias[None].to(summed.dtype))
-        return torch.matmul(summed[..., :-1], weight) + summed[..., -1:] * bias
+        return torch.matmul(codes, weight) + ones * bias
