@@ -90,6 +90,28 @@ def test_values_may_be_absorbed(monkeypatch, before, block):
     assert torch.allclose(summed, rebuilt, atol=1e-12)
 
 
+def test_slots_alone_may_be_all_there_is():
+    """Without anchors and window a token sees no exact row, its own included."""
+    schedule = Schedule(anchors=0, window=0)
+    codes, maps = random(1, 20, 11), random(KV_HEADS, 11, WIDTH)
+    slot_keys, nothing = random(KV_HEADS, 20, WIDTH), random(KV_HEADS, 0, WIDTH)
+    held = exact_positions(schedule, 19, 20)
+    assert len(held) == 0
+
+    def output(of, absorbed=None):
+        return attend(
+            random(1, HEADS, WIDTH),
+            torch.tensor([19]),
+            ExactRows(nothing, nothing, held),
+            SCALING,
+            schedule,
+            Slots(20, lambda _: KeysValues(slot_keys, of), None, absorbed),
+        )
+
+    summed = output(codes, lambda sums: sums @ maps)
+    assert torch.allclose(summed, output(codes @ maps), atol=1e-12)
+
+
 def test_without_a_schedule_it_is_causal_attention():
     keys, values = random(2, KV_HEADS, 20, WIDTH)
     queries = random(5, HEADS, WIDTH)

@@ -46,6 +46,32 @@ def test_greedy_tokens_equal_the_runtime_on_every_axis(
     assert made.gap(expected) < CLOSE
 
 
+@pytest.mark.parametrize("anchors", [0, 4])
+def test_without_a_window_prompts_leave_each_others_rows_alone(
+    anchors,
+    tiny_folder,
+    random_addon,
+    prompts,
+    engine,
+    generate,
+    folded_reference,
+    decoder_of,
+):
+    """As `smollm2-csa2` is made; vLLM frees the next token's block of a window of 0."""
+    model, folder = tiny_folder("llama")
+    depth = [{"method": "csa2", "source": 4, "readers": [5, 6, 7]}]
+    plan = Plan.from_dict({"anchors": anchors, "window": 0, "depth": depth})
+    addon, saved = random_addon(model, plan)
+    given = prompts((300, 129, 64, 33, 16, 15, 2))
+    expected = folded_reference(model, addon, plan, given, 20)
+    started = engine(folder, model.config, saved, max_num_batched_tokens=96)
+    windows = [owner.layout.window for owner in decoder_of(started).kvfold.owners.values()]
+    assert all(window is None or window > 0 for window in windows)
+    made = generate(started, given, 20)
+    assert made.tokens == expected.tokens
+    assert made.gap(expected) < CLOSE
+
+
 def test_tensor_parallel_changes_no_token(
     tiny_folder, random_addon, prompts, engine, generate, folded_reference
 ):

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from kvfold.cli.options import PrefillOption, ReplayOption
-from kvfold.errors import MissingExtraError
+from kvfold.errors import EngineSettingError, MissingExtraError
 
 HELP = "Run a model under an add-on on vLLM, where one process is not enough."
 SERVE_HELP = (
@@ -90,6 +90,12 @@ def server_command(model: str, addon: str, plan: dict[str, Any], more: list[str]
     if not loaded.skips:
         ours["--max-num-batched-tokens"] = str(CHUNK)
     given = {argument.split("=", 1)[0].replace("_", "-") for argument in more}
+    if any(name.split(".", 1)[0] == "--hf-overrides" for name in given):
+        raise EngineSettingError(
+            "--hf-overrides is how kvfold tells vLLM of its add-on, and vLLM takes one of them; "
+            "put the keys into the model's config.json, or start vLLM's server yourself with what "
+            "--dry-run prints"
+        )
     if "--uds" in given:
         del ours["--host"]
     for name, value in ours.items():

@@ -100,10 +100,12 @@ def attend(
             seen = ends[None] <= horizon[:, None]
             name = "values" if slots.absorbed is None else ABSORBED
             _add(state, name, grouped, slots.read(numbers), seen.repeat(repeat, 1), scaling, bias)
-    output = state.sums["values"]
+    output = state.sums.get("values")  # none where all that is seen is absorbed
     if ABSORBED in state.sums:
         assert slots is not None and slots.absorbed is not None
-        output = output + slots.absorbed(state.sums[ABSORBED][0])
+        absorbed = slots.absorbed(state.sums[ABSORBED][0])
+        output = absorbed if output is None else output + absorbed
+    assert output is not None
     output = output / state.total
     return output.view(kv_heads, repeat, new, width).permute(2, 0, 1, 3).reshape(queries.shape)
 

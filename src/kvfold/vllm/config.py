@@ -57,6 +57,9 @@ def check_engine(vllm_config: Any) -> None:
         "KV transfer": vllm_config.kv_transfer_config is not None,
         "a quantised checkpoint": vllm_config.quant_config is not None,
         f"kv_cache_dtype={cache.cache_dtype}": cache.cache_dtype not in ("auto", None),
+        "KV offloading": bool(getattr(cache, "kv_offloading_size", None)),
+        "dual batch overlap": bool(getattr(parallel, "enable_dbo", False)),
+        "another runner than generate": vllm_config.model_config.runner_type != "generate",
         "disable_hybrid_kv_cache_manager": bool(
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         ),

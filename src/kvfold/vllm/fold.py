@@ -34,6 +34,10 @@ from kvfold.vllm.rotary import SlotRotary
 from kvfold.vllm.scheduling import hash_unit
 from kvfold.vllm.settings import Loaded
 
+LEAST_WINDOW = 2
+"""Rows of a window at least, though a plan may keep none: vLLM would free the block of the next
+token of a window of 0, and shares no prefix of one of 1."""
+
 
 @dataclass
 class Code:
@@ -123,6 +127,7 @@ class Folding:
         tail_only = not self.loaded.codes_come_late  # parts of a step read each other's rows
         groups = [plan.group_of(layer) for layer in plan.folded_layers]
         exact = max((plan.window + group - 1 for group in groups), default=1)
+        exact = max(exact, LEAST_WINDOW)
         pooled = [code.pipeline for code in self.codes if code.recent_columns is not None]
         recent = max((p.group * (2 if p.overlap else 1) for p in pooled), default=1)
         made = []

@@ -18,6 +18,7 @@ from kvfold.anatomy import Anatomy, anatomy
 from kvfold.errors import EngineSettingError, UnsupportedModelError
 from kvfold.methods import Pipeline, rebuilt_pipelines
 from kvfold.plan import Plan
+from kvfold.plan_overrides import check_override
 from kvfold.store.addon import AddOn
 from kvfold.vllm.plugin import ARCHITECTURES
 
@@ -50,6 +51,7 @@ class Settings:
         """Read the add-on; raises `AddOnError` and `PlanError` as that does."""
         addon = AddOn.from_pretrained(self.addon, dtype=dtype, device=device)
         plan = addon.plan.replace(**self.plan)
+        check_override(addon.plan, plan)
         pipelines = rebuilt_pipelines(plan, addon.base.anatomy, addon.pipelines)
         return Loaded(addon, plan, tuple(pipelines))
 
