@@ -76,3 +76,21 @@ def test_another_models_add_on_is_refused(run, saved, tiny_model, tmp_path):
     result = run(tmp_path / "other", "--addon", saved[1], "--dry-run")
     assert result.exit_code == 2
     assert "its number of layers is 7 and not 6" in result.output
+
+
+@pytest.mark.parametrize("key", [["--api-key", "s3cret", "other"], ["--api_key=s3cret"]])
+def test_keys_of_clients_are_not_printed(run, saved, key):
+    model, addon = saved
+    result = run(model, "--addon", addon, "--dry-run", *key, "--port", 8123)
+    assert result.exit_code == 0, result.output
+    assert "s3cret" not in result.output and "other" not in result.output
+    assert "--port 8123" in result.output
+
+
+@pytest.mark.parametrize("more", [["--hf-overrides", "{}"], ["--hf_overrides.rope_theta=2"]])
+def test_a_second_set_of_overrides_is_refused(run, saved, more):
+    """vLLM would take the last one, and serve the plain model."""
+    model, addon = saved
+    result = run(model, "--addon", addon, "--dry-run", *more)
+    assert result.exit_code != 0
+    assert "--hf-overrides is how kvfold tells" in result.output

@@ -60,7 +60,8 @@ def serve_command(
     changes = {"prefill": prefill, "replay": replay}
     plan = {key: value for key, value in changes.items() if value is not None}
     command = server_command(model, addon, plan, context.args)
-    Console(stderr=True).print(shlex.join(command), highlight=False, markup=False, soft_wrap=True)
+    said = shlex.join(without_secrets(command))
+    Console(stderr=True).print(said, highlight=False, markup=False, soft_wrap=True)
     if dry_run:
         return
     require_vllm()
@@ -102,6 +103,20 @@ def server_command(model: str, addon: str, plan: dict[str, Any], more: list[str]
         if name not in given:
             command += [name, value]
     return [*command, *more]
+
+
+def without_secrets(command: list[str]) -> list[str]:
+    """The command as it may stand in a log: keys of the server's clients are starred out."""
+    made: list[str] = []
+    hidden = False
+    for word in command:
+        name = word.split("=", 1)[0]
+        if word.startswith("-"):
+            hidden = name.replace("_", "-") == "--api-key"
+            made.append(f"{name}=***" if hidden and "=" in word else word)
+        else:  # several keys may follow
+            made.append("***" if hidden else word)
+    return made
 
 
 def require_vllm() -> None:
