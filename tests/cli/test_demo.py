@@ -44,7 +44,8 @@ def test_figures_plot_and_addons_are_left_in_the_folder(demo):
     assert len(data["results"]) == 6
 
 
-def test_a_file_in_the_way_is_refused(kvfold, tiny_folder, tmp_path):
+def test_a_file_in_the_way_is_refused(kvfold, tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # so that no line ends within what is looked for
     (tmp_path / "out").write_text("")
     done = kvfold("demo", "--model", tiny_folder, "-o", tmp_path / "out")
     assert done.exit_code == 2
