@@ -14,8 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvfold.methods.base import AffineMap
-from kvfold.runtime.absorbing import absorbing_pays
+from kvfold.runtime.absorbing import (
+    absorbing_pays,
+    affine_maps,
+    mapped_sums,
+    stored_map,
+    with_ones,
+)
 from kvfold.runtime.codes import CodeStore
 from kvfold.runtime.folded_layer import FoldedLayer
 from kvfold.runtime.layer import FoldedAttention, NewTokens, RotaryAt, Rotation, StoredSlots
@@ -175,7 +180,7 @@ class _CodeReader(_SlotReader):
     """Codes that several layers share, rebuilt or absorbed, whichever is less work.
 
     Quantised codes stay in their rotated basis where turning the layer's maps into it is less work
-    than turning the codes back: W z = (W R) (R^T z).
+    than turning the codes back.
     """
 
     def __init__(
@@ -192,22 +197,16 @@ class _CodeReader(_SlotReader):
         self.store = store
         self.queries = queries
         self.rotary_at = rotary_at
-        self.key_map, self.value_map = self._maps()
+        self.key_map, self.value_map = affine_maps(fold.method, fold.index)
         self.sums_codes = self.value_map is not None and self._absorbing_pays(slots)
         self.rotated = self._rotating_pays(slots)
         if fold.absorbs_keys():
             self._absorb_keys()
             self.key_map = None
-        if self.rotated:
-            self.key_map = None if self.key_map is None else self._turned(self.key_map)
-            self.value_map = self.value_map if self.sums_codes else self._turned(self.value_map)
-
-    def _maps(self) -> tuple[AffineMap | None, AffineMap | None]:
-        """To keys and to values; None where decoding is free or not affine."""
-        method, index = self.fold.method, self.fold.index
-        if method.holds(index):
-            return None, None
-        return method.affine_keys(index), method.affine_values(index)
+        if self.rotated and self.key_map is not None:
+            self.key_map = stored_map(fold.pipeline, self.key_map)
+        if self.rotated and not self.sums_codes and self.value_map is not None:
+            self.value_map = stored_map(fold.pipeline, self.value_map)
 
     def _absorbing_pays(self, slots: int) -> bool:
         shape = self.fold.anatomy
@@ -226,10 +225,6 @@ class _CodeReader(_SlotReader):
         if not self.store.slots.quantised or None in maps:
             return False
         return len(maps) * self.fold.anatomy.kv_width < slots * len(self.queries.grouped)
-
-    def _turned(self, affine: AffineMap | None) -> AffineMap:
-        assert affine is not None
-        return AffineMap(self.fold.pipeline.rotated(affine.weight), affine.bias)
 
     def _absorb_keys(self) -> None:
         """a = W_N Gamma_N q_N and its constant b_N Gamma_N q_N, per grouped query."""
@@ -259,10 +254,7 @@ class _CodeReader(_SlotReader):
         if values is not None:
             state.add("values", logits, mask, values)
             return
-        # The bias of the value map counts once per unit of weight, so it rides along as a
-        # column of ones beside the codes.
-        ones = codes.new_ones(*codes.shape[:3], 1)
-        state.add("codes", logits, mask, torch.cat([codes, ones], dim=-1))
+        state.add("codes", logits, mask, with_ones(codes))
 
     def _rebuilt(self, codes: Tensor, slots: range) -> tuple[Tensor | None, Tensor | None]:
         """Attention-ready keys and values of slots; None what is absorbed."""
@@ -297,11 +289,11 @@ class _CodeReader(_SlotReader):
         output = state.sums.get("values")
         if "codes" in state.sums:
             assert self.value_map is not None
-            summed, ones = state.sums["codes"].tensor_split([-1], dim=-1)
-            if self.rotated:
-                summed = self.fold.pipeline.unrotated(summed)
-            weight, bias = (part.to(summed.dtype) for part in self.fold.head_map(self.value_map))
-            mapped = torch.matmul(summed, weight.transpose(1, 2)) + ones * bias[:, None]
+            weight, bias = self.fold.head_map(self.value_map)
+            mapped = mapped_sums(
+                *(self.fold.pipeline, state.sums["codes"], weight.transpose(1, 2), bias[:, None]),
+                rotated=self.rotated,
+            )
             output = mapped if output is None else output + mapped
         assert output is not None
         return output / state.total

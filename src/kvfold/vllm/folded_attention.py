@@ -13,12 +13,12 @@ from vllm.distributed import (
 
 from kvfold.anatomy import LayerAnatomy
 from kvfold.methods.base import AffineMap
-from kvfold.runtime.absorbing import absorbing_pays
+from kvfold.runtime.absorbing import absorbing_pays, affine_maps, stored_map
 from kvfold.runtime.schedule import Schedule
 from kvfold.vllm.attend import ExactRows, Slots, attend, exact_positions
 from kvfold.vllm.heads import LocalHeads
 from kvfold.vllm.owners import RowOwner
-from kvfold.vllm.slot_readers import AbsorbingReader, SlotReader, absorbable, stored_key_map
+from kvfold.vllm.slot_readers import AbsorbingReader, SlotReader
 
 if TYPE_CHECKING:
     from kvfold.vllm.fold import Folding
@@ -126,18 +126,23 @@ class FoldedAttention(nn.Module):
         bias = code.pipeline.slot_bias(self.index)
         if bias is not None:
             bias = bias[self.local.first_head : self.local.first_head + self.local.heads]
-        maps = absorbable(code.pipeline.depth, self.index)
+        keys, values = affine_maps(code.pipeline.depth, self.index)
         local = self.local
-        if maps is None or not absorbing_pays(
-            heads=local.heads,
-            kv_heads=local.kv_heads,
-            head_dim=local.head_dim,
-            code_width=code.pipeline.depth.code_width,
-            queries=new,
-            slots=visible,
+        if (
+            keys is None
+            or values is None
+            or not absorbing_pays(
+                heads=local.heads,
+                kv_heads=local.kv_heads,
+                head_dim=local.head_dim,
+                code_width=code.pipeline.depth.code_width,
+                queries=new,
+                slots=visible,
+            )
         ):
             return Slots(visible, SlotReader(folding, code, self, request), bias)
         if self._key_map is None:
-            self._key_map = stored_key_map(code.pipeline, maps.keys)
-        reader = AbsorbingReader(folding, code, self, request, self._key_map, maps.values)
+            quantised = code.pipeline.bits is not None
+            self._key_map = stored_map(code.pipeline, keys) if quantised else keys
+        reader = AbsorbingReader(folding, code, self, request, self._key_map, values)
         return Slots(visible, reader, bias, reader.values)

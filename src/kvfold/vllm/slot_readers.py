@@ -8,41 +8,19 @@ that is far less work. Keys are rebuilt either way: RoPE turns each by another a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvfold.methods import Pipeline
-from kvfold.methods.base import AffineMap, DepthMethod
+from kvfold.methods.base import AffineMap
+from kvfold.runtime.absorbing import mapped_sums, with_ones
 from kvfold.vllm.attend import KeysValues
 
 if TYPE_CHECKING:
     from kvfold.vllm.fold import Code, Folding
     from kvfold.vllm.folded_attention import FoldedAttention
-
-
-class AffineMaps(NamedTuple):
-    """From a code to a layer's keys and values."""
-
-    keys: AffineMap
-    values: AffineMap
-
-
-def absorbable(method: DepthMethod, layer: int) -> AffineMaps | None:
-    """The layer's maps, or None where they are not affine, or the code holds what they make."""
-    if method.holds(layer):
-        return None
-    keys, values = method.affine_keys(layer), method.affine_values(layer)
-    return None if keys is None or values is None else AffineMaps(keys, values)
-
-
-def stored_key_map(pipeline: Pipeline, key_map: AffineMap) -> AffineMap:
-    """A map of codes as a map of them in the basis that they are stored in."""
-    if pipeline.bits is None:
-        return key_map
-    return AffineMap(pipeline.rotated(key_map.weight), key_map.bias)
 
 
 @dataclass(frozen=True)
@@ -90,7 +68,7 @@ class SlotReader:
 class AbsorbingReader(SlotReader):
     """Reads slots of one request as keys of one layer and codes in place of values.
 
-    key_map: of codes as they are stored, see `stored_key_map`. value_map: of codes.
+    key_map: of codes as they are stored, see `stored_map`. value_map: of codes.
     """
 
     key_map: AffineMap
@@ -105,16 +83,10 @@ class AbsorbingReader(SlotReader):
         """Keys of these slots, and their codes with a one behind each."""
         slots, codes = self.codes(numbers)
         keys = functional.linear(codes, *self.key_map)
-        # A value map's bias counts once per unit of weight: it is mapped from a column of ones.
-        ones = codes.new_ones(len(codes), 1)
-        return KeysValues(self.finished(keys, slots), torch.cat([codes, ones], dim=1)[None])
+        return KeysValues(self.finished(keys, slots), with_ones(codes)[None])
 
     def values(self, summed: Tensor) -> Tensor:
         """Sums of codes, (kv_heads, grouped, code_width + 1), to sums of values."""
         local = self.stand_in.local
-        codes, ones = summed.tensor_split([-1], dim=-1)
-        if self.rotated:
-            codes = self.code.pipeline.unrotated(codes)
-        weight = local.own(self.value_map.weight.T.to(summed.dtype))
-        bias = local.own(self.value_map.bias[None].to(summed.dtype))
-        return torch.matmul(codes, weight) + ones * bias
+        weight, bias = local.own(self.value_map.weight.T), local.own(self.value_map.bias[None])
+        return mapped_sums(self.code.pipeline, summed, weight, bias, rotated=self.rotated)
