@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from kvfold.plan import Plan
+
+from .driving import drive, leave_blocks, scheduler_of
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
@@ -32,34 +32,6 @@ EARLY = {
     ],
 }
 """A code of a token is there before any layer reads one: steps run whole."""
-numbers = itertools.count()
-
-
-def scheduler_of(started):
-    return started.llm_engine.engine_core.engine_core.scheduler
-
-
-def drive(started, prompts, count):
-    """Steps by hand: tokens, cached tokens of each prompt, requests preempted, blocks at most."""
-    from vllm import SamplingParams
-
-    engine, scheduler = started.llm_engine, scheduler_of(started)
-    pool = scheduler.kv_cache_manager.block_pool
-    free = pool.get_num_free_blocks()
-    names = [f"request-{next(numbers)}" for _ in prompts]
-    sampling = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False)
-    for name, prompt in zip(names, prompts, strict=True):
-        engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-    tokens, cached, preempted, most = {}, {}, set(), 0
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            tokens[output.request_id] = list(output.outputs[0].token_ids)
-            cached[output.request_id] = output.num_cached_tokens
-        preempted |= {r.request_id for r in scheduler.requests.values() if r.num_preemptions}
-        most = max(most, free - pool.get_num_free_blocks())
-    return [tokens[n] for n in names], [cached[n] for n in names], len(preempted), most
-
-
 HYBRID_PLAN = {
     **PLAN,
     "depth": [
@@ -89,20 +61,19 @@ def test_chunks_shared_prefixes_and_preemption_change_no_token(
     started = engine(
         folder, model.config, saved, enable_prefix_caching=True, max_num_batched_tokens=chunk
     )
-    alone, cached, _, _ = drive(started, [first], 8)
-    assert (alone, cached) == (expected[:1], [0])
-    together, cached, _, _ = drive(started, [first, second], 8)
-    assert together == expected
-    assert min(cached) >= 16
+    alone = drive(started, [first], 8)
+    assert (alone.tokens, alone.cached) == (expected[:1], [0])
+    together = drive(started, [first, second], 8)
+    assert together.tokens == expected
+    assert min(together.cached) >= 16
 
-    made, _, preempted, most = drive(started, short, 60)
-    assert (made, preempted) == (expected_short, 0)
+    roomy = drive(started, short, 60)
+    assert (roomy.tokens, roomy.preempted) == (expected_short, 0)
     assert started.reset_prefix_cache()
-    pool = scheduler_of(started).kv_cache_manager.block_pool
-    pool.get_new_blocks(pool.get_num_free_blocks() - most + 3)
-    made, _, preempted, _ = drive(started, short, 60)
-    assert preempted > 0
-    assert made == expected_short
+    leave_blocks(started, roomy.most_blocks - 3)
+    cramped = drive(started, short, 60)
+    assert cramped.preempted > 0
+    assert cramped.tokens == expected_short
 
 
 def test_blocks_that_no_later_step_reads_are_left_out_and_no_token_changes(
@@ -117,12 +88,12 @@ def test_blocks_that_no_later_step_reads_are_left_out_and_no_token_changes(
     given = prompts((700, 30, 29, 28, 27))
     expected = folded_reference(model, addon, plan, given, 60).tokens
     started = engine(folder, model.config, saved, max_num_batched_tokens=256)
-    made, _, preempted, _ = drive(started, given, 60)
-    assert (made, preempted) == (expected, 0)
+    together = drive(started, given, 60)
+    assert (together.tokens, together.preempted) == (expected, 0)
 
     managers = scheduler_of(started).kv_cache_manager.coordinator.single_type_managers
-    made, _, _, alone = drive(started, given[:1], 60)
-    assert made == expected[:1]
+    alone = drive(started, given[:1], 60)
+    assert alone.tokens == expected[:1]
     held = 0
     for manager in managers:
         spec, size = manager.kv_cache_spec, manager.block_size
@@ -130,11 +101,10 @@ def test_blocks_that_no_later_step_reads_are_left_out_and_no_token_changes(
             held += 2 * (-(-spec.sliding_window // size) + 1) + -(-spec.anchors // size)
         else:
             held += -(-760 // size)
-    assert alone <= held
+    assert alone.most_blocks <= held
 
-    _, _, _, most = drive(started, given[1:], 60)
-    pool = scheduler_of(started).kv_cache_manager.block_pool
-    pool.get_new_blocks(pool.get_num_free_blocks() - most + 3)
-    made, _, preempted, _ = drive(started, given[1:], 60)
-    assert preempted > 0
-    assert made == expected[1:]
+    roomy = drive(started, given[1:], 60)
+    leave_blocks(started, roomy.most_blocks - 3)
+    cramped = drive(started, given[1:], 60)
+    assert cramped.preempted > 0
+    assert cramped.tokens == expected[1:]
