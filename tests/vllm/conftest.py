@@ -73,7 +73,7 @@ def tiny_folder(tiny_model: Any, tmp_path_factory: Any) -> Callable[..., tuple[A
     """`tiny_folder(family, **overrides)`: a tiny model, and the folder that it was saved to."""
 
     def make(family: str, **overrides: Any) -> tuple[Any, Path]:
-        specific = HYBRID if family == "qwen3_5" else {}
+        specific = HYBRID if family in ("qwen3_5", "qwen3_5_moe") else {}
         model = tiny_model(family, **{**TINY, **specific, **overrides})
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # slow to forget, so that a wrong state shows

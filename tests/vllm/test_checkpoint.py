@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kvfold import AddOn
 from kvfold.errors import AddOnError
@@ -38,6 +39,31 @@ def test_a_folder_is_checked_without_loading_it(tiny_model, tmp_path):
     other.save_pretrained(tmp_path)
     with pytest.raises(AddOnError, match="got 'other'"):
         check_folder(tmp_path, addon, "other")
+
+
+def test_experts_are_known_whether_a_checkpoint_has_one_tensor_for_each_or_for_all(
+    tiny_model, tmp_path
+):
+    model = tiny_model("qwen3_moe")
+    addon, experts = addon_of(model), model.config.num_experts
+    joined = {n for n in addon.base.counts if "experts" in n}
+    assert joined
+    assert len(dict(checked(model.state_dict().items(), addon, "base", experts)))
+    model.save_pretrained(tmp_path)
+    split = {}
+    for path in tmp_path.glob("*.safetensors"):
+        split.update(load_file(path))
+    assert any("experts.1.up_proj" in name for name in split)
+    assert list(dict(checked(split.items(), addon, "base", experts))) == list(split)
+    assert check_folder(tmp_path, addon, "base", experts)
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("experts.down_proj"):
+                parameter.mul_(1.1)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(AddOnError, match="sampled weights agree"):
+        check_folder(tmp_path, addon, "tuned", experts)
 
 
 def test_layers_of_a_draft_are_not_taken_for_the_models_own(tiny_model):

@@ -31,7 +31,9 @@ ALL_AXES = {
 LENGTHS = (300, 150, 33, 7)
 
 
-@pytest.mark.parametrize(("family", "eager"), [("llama", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("family", "eager"), [("llama", True), ("qwen3", False), ("qwen3_moe", True)]
+)
 def test_greedy_tokens_equal_the_runtime_on_every_axis(
     family, eager, tiny_folder, random_addon, prompts, engine, generate, folded_reference
 ):

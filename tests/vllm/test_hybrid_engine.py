@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 
 import kvfold
 from kvfold import AddOn
@@ -50,9 +52,12 @@ ALL_AXES = {
 """Layer 1 stays as it is. The latent code comes late, so longer steps run in parts."""
 
 
-@pytest.mark.parametrize("settings", [{}, {"enforce_eager": False}], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("family", "eager"), [("qwen3_5", True), ("qwen3_5", False), ("qwen3_5_moe", True)]
+)
 def test_greedy_tokens_equal_the_runtime_on_every_axis(
-    settings,
+    family,
+    eager,
     plain_delta,
     tiny_folder,
     random_addon,
@@ -61,12 +66,12 @@ def test_greedy_tokens_equal_the_runtime_on_every_axis(
     generate,
     folded_reference,
 ):
-    model, folder = tiny_folder("qwen3_5")
+    model, folder = tiny_folder(family)
     plan = Plan.from_dict(ALL_AXES)
     addon, saved = random_addon(model, plan)
     given = prompts((300, 150, 33, 7))
     expected = folded_reference(model, addon, plan, given)
-    started = engine(folder, model.config, saved, **settings)
+    started = engine(folder, model.config, saved, enforce_eager=eager)
     for _ in range(2):  # the second time in blocks that hold what others have left
         made = generate(started, given)
         assert made.tokens == expected.tokens
@@ -132,19 +137,31 @@ def test_a_shared_beginning_of_a_skipped_prompt_gives_what_its_own_chunks_give(
     assert skipping.rows_run + skipping.rows_left_out - before < rows - 300
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_the_text_half_of_a_checkpoint_that_sees_is_served(
-    plain_delta, tiny_config, tmp_path, random_addon, prompts, engine, generate, folded_reference
+    family,
+    plain_delta,
+    tiny_config,
+    tmp_path,
+    random_addon,
+    prompts,
+    engine,
+    generate,
+    folded_reference,
 ):
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
+    """As Qwen's own are: all experts of a layer in one tensor."""
+    mixed = family == "qwen3_5_moe"
+    name = "Qwen3_5Moe" if mixed else "Qwen3_5"
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
-    text = tiny_config("qwen3_5", **SIZES).to_dict()
-    config = Qwen3_5Config(
+    text = tiny_config(family, **SIZES).to_dict()
+    config = getattr(transformers, f"{name}Config")(
         text_config=text, vision_config={**vision, "out_hidden_size": text["hidden_size"]}
     )
     torch.manual_seed(0)
-    model = Qwen3_5ForConditionalGeneration(config).eval()
-    model.save_pretrained(tmp_path)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    model.config.save_pretrained(tmp_path)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert any(n.endswith("experts.gate_up_proj") for n in model.state_dict()) == mixed
     plan = Plan.from_dict({"depth": [{"method": "csa2", "source": 3, "readers": [5]}]})
     addon, saved = random_addon(model, plan)
     given = prompts((200, 9))

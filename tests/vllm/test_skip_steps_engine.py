@@ -12,7 +12,9 @@ from .plain_skip import SkippedText
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 REPLAY, ANCHORS = 48, 4
-SPLITS = {"llama": (4, [4, 5, 6, 7]), "qwen3": (4, [4, 5, 6, 7]), "qwen3_5": (6, [7, 9, 11])}
+UPPER = {"llama": [4, 5, 6, 7], "qwen3": [4, 5, 6, 7], "qwen3_5": [7, 9, 11]}
+UPPER.update(qwen3_moe=UPPER["qwen3"], qwen3_5_moe=UPPER["qwen3_5"])
+SPLITS = {family: 6 if family.startswith("qwen3_5") else 4 for family in UPPER}
 
 
 @pytest.fixture
@@ -20,10 +22,9 @@ def skipping(request, tiny_folder, random_addon):
     """`skipping(family)`: model, its folder, an add-on that skips, its folder."""
 
     def make(family):
-        if family == "qwen3_5":
+        if SPLITS[family] == 6:
             request.getfixturevalue("plain_delta")
-        split, layers = SPLITS[family]
-        ced = {"method": "ced", "split": split, "layers": layers}
+        ced = {"method": "ced", "split": SPLITS[family], "layers": UPPER[family]}
         plan = {"prefill": "skip", "anchors": ANCHORS, "window": REPLAY, "replay": REPLAY}
         model, folder = tiny_folder(family)
         return model, folder, *random_addon(model, Plan.from_dict({"depth": [ced], **plan}))

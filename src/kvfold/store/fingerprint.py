@@ -227,11 +227,15 @@ def _sampled(model: Any) -> Iterator[tuple[str, Tensor, int]]:
 
 
 def sample(tensor: Tensor, count: int) -> tuple[float, ...]:
-    """Values at places spread over the tensor by the golden section."""
+    """Values at some `sampled_places`."""
     tensor = gathered(tensor)
-    golden = (math.sqrt(5) - 1) / 2
-    places = [int(((index + 1) * golden) % 1.0 * tensor.numel()) for index in range(count)]
-    index = torch.tensor(places, device=tensor.device)
+    index = torch.tensor(sampled_places(tensor.numel(), count), device=tensor.device)
     places_in_shape = torch.unravel_index(index, tensor.shape)
     values: list[float] = tensor[places_in_shape].double().cpu().tolist()
     return tuple(values)
+
+
+def sampled_places(size: int, count: int) -> list[int]:
+    """Places spread over so many values, in the order of rows, by the golden section."""
+    golden = (math.sqrt(5) - 1) / 2
+    return [int(((index + 1) * golden) % 1.0 * size) for index in range(count)]

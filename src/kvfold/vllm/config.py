@@ -12,7 +12,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from kvfold.anatomy import anatomy
 from kvfold.describe import describe
 from kvfold.errors import EngineSettingError
-from kvfold.vllm.checkpoint import check_folder
+from kvfold.vllm.checkpoint import check_folder, experts_of
 from kvfold.vllm.hybrids import adapt_hybrid
 from kvfold.vllm.settings import Loaded, Settings
 
@@ -33,7 +33,7 @@ class KvfoldConfig(VerifyAndUpdateConfig):
         loaded = Settings.of(model.hf_config).load()
         loaded.check(model.hf_config, model.model)
         if Path(model.model).is_dir():
-            check_folder(Path(model.model), loaded.addon, model.model)
+            check_folder(Path(model.model), loaded.addon, model.model, experts_of(model))
         adapt(vllm_config, loaded)
         described = anatomy(model.hf_config)
         if described.is_hybrid:

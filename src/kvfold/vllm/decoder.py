@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from kvfold.vllm.checkpoint import checked
+from kvfold.vllm.checkpoint import checked, experts_of
 from kvfold.vllm.fold import Folding
 from kvfold.vllm.settings import Settings
 from kvfold.vllm.skipping import Skipping
@@ -72,6 +72,7 @@ class FoldedCausal(Base):
             dtype=vllm_config.model_config.dtype, device=next(decoder.parameters()).device
         )
         self.base_name = str(vllm_config.model_config.model)
+        self.experts = experts_of(vllm_config.model_config)
         loaded.check(config, self.base_name)
         decoder.__class__ = self.decoder_class
         decoder.do_not_compile = True
@@ -83,5 +84,7 @@ class FoldedCausal(Base):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """The checkpoint's weights; raises `AddOnError` if they are another base's."""
         addon = self.model.kvfold.loaded.addon
-        loaded: set[str] = super().load_weights(checked(weights, addon, self.base_name))
+        loaded: set[str] = super().load_weights(
+            checked(weights, addon, self.base_name, self.experts)
+        )
         return loaded

@@ -19,7 +19,9 @@ ARCHITECTURES = MappingProxyType(
         "Mistral": ("KvfoldMistralForCausalLM", "kvfold.vllm.llama"),
         "Qwen2": ("KvfoldQwen2ForCausalLM", "kvfold.vllm.qwen"),
         "Qwen3": ("KvfoldQwen3ForCausalLM", "kvfold.vllm.qwen"),
+        "Qwen3-MoE": ("KvfoldQwen3MoeForCausalLM", "kvfold.vllm.qwen"),
         "Qwen3.5": ("KvfoldQwen35ForCausalLM", "kvfold.vllm.qwen3_5"),
+        "Qwen3.5-MoE": ("KvfoldQwen35MoeForCausalLM", "kvfold.vllm.qwen3_5"),
     }
 )
 """By a family's name in `kvfold.anatomy`: the model class here, and the module it lives in."""

@@ -9,7 +9,11 @@ from collections.abc import Iterable
 
 from torch import Tensor
 from vllm.compilation.decorators import ignore_torch_compile
-from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5Model
+from vllm.model_executor.models.qwen3_5 import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5Model,
+    Qwen3_5MoeForCausalLM,
+)
 
 from kvfold.vllm.decoder import FoldedCausal, FoldedDecoder
 from kvfold.vllm.skipping import Skipping
@@ -23,8 +27,8 @@ class KvfoldQwen35Model(FoldedDecoder, Qwen3_5Model):
     """Its decoder."""
 
 
-class KvfoldQwen35ForCausalLM(FoldedCausal, Qwen3_5ForCausalLM):
-    """Qwen3.5 under an add-on."""
+class FoldedQwen35(FoldedCausal):
+    """Beside the causal models of dense and of mixed ones."""
 
     decoder_class = KvfoldQwen35Model
 
@@ -36,3 +40,11 @@ class KvfoldQwen35ForCausalLM(FoldedCausal, Qwen3_5ForCausalLM):
         if isinstance(self.model.kvfold, Skipping):
             self.model.kvfold.passes.weights_loaded()
         return loaded
+
+
+class KvfoldQwen35ForCausalLM(FoldedQwen35, Qwen3_5ForCausalLM):
+    """Qwen3.5 under an add-on."""
+
+
+class KvfoldQwen35MoeForCausalLM(FoldedQwen35, Qwen3_5MoeForCausalLM):
+    """Qwen3.5 as a mixture of experts under an add-on."""
