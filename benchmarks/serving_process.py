@@ -168,6 +168,20 @@ class Server:
         except psutil.Error:
             return {}
 
+    def resident_by_mapping(self) -> dict[str, int]:
+        """Resident bytes of each of its memory mappings, by process and addresses (of Linux)."""
+        assert self.running is not None
+        try:
+            first = psutil.Process(self.running.pid)
+            own = [first, *first.children(recursive=True)]
+            return {
+                f"{one.pid} {mapping.addr}": int(mapping.rss)
+                for one in own
+                for mapping in one.memory_maps(grouped=False)
+            }
+        except psutil.Error:
+            return {}
+
     def figures(self) -> dict[str, float]:
         """/metrics, summed over all labels."""
         found: dict[str, float] = {}

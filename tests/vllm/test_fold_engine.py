@@ -74,10 +74,11 @@ def test_without_a_window_prompts_leave_each_others_rows_alone(
     assert made.gap(expected) < CLOSE
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_tensor_parallel_changes_no_token(
-    tiny_folder, random_addon, prompts, engine, generate, folded_reference
+    family, tiny_folder, random_addon, prompts, engine, generate, folded_reference
 ):
-    model, folder = tiny_folder("llama")
+    model, folder = tiny_folder(family)
     plan = Plan.from_dict(ALL_AXES)
     addon, saved = random_addon(model, plan)
     given = prompts((100, 33))

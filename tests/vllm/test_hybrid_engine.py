@@ -87,9 +87,14 @@ SKIP = {
 }
 
 
-@pytest.mark.parametrize("projected", [False, True], ids=["cleared", "projected"])
+@pytest.mark.parametrize(
+    ("projected", "eager"),
+    [(False, True), (True, True), (True, False)],
+    ids=["cleared", "projected", "compiled"],
+)
 def test_skipped_prompts_replay_into_recurrent_states_as_in_the_runtime(
     projected,
+    eager,
     plain_delta,
     tiny_folder,
     random_addon,
@@ -104,7 +109,7 @@ def test_skipped_prompts_replay_into_recurrent_states_as_in_the_runtime(
     addon, saved = random_addon(model, plan)
     given = prompts((300, 33, REPLAY + 3, 150))
     expected = grown_reference(model, addon, plan, given, 6)
-    started = engine(folder, model.config, saved)
+    started = engine(folder, model.config, saved, enforce_eager=eager)
     skipping = decoder_of(started).kvfold
     left_out = skipping.rows_left_out
     for _ in range(2):  # the second time in blocks that hold what others have left

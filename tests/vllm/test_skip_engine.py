@@ -56,10 +56,11 @@ def test_greedy_tokens_equal_the_runtime_and_most_rows_are_left_out(
         )
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_tensor_parallel_changes_no_token(
-    tiny_folder, random_addon, prompts, engine, generate, grown_reference
+    family, tiny_folder, random_addon, prompts, engine, generate, grown_reference
 ):
-    model, folder = tiny_folder("llama")
+    model, folder = tiny_folder(family)
     addon, saved = random_addon(model, skipping_plan())
     given = prompts(LENGTHS[1:])
     expected = grown_reference(model, addon, skipping_plan(), given, 4)

@@ -44,7 +44,8 @@ HYBRID_PLAN = {
 
 
 @pytest.mark.parametrize(
-    ("family", "plan", "chunk"), [("llama", PLAN, 96), ("qwen3_5", HYBRID_PLAN, 500)]
+    ("family", "plan", "chunk"),
+    [("llama", PLAN, 96), ("qwen3", PLAN, 96), ("qwen3_5", HYBRID_PLAN, 500)],
 )
 def test_chunks_shared_prefixes_and_preemption_change_no_token(
     family, plan, chunk, request, tiny_folder, random_addon, prompts, engine, folded_reference

@@ -19,6 +19,15 @@ from kvfold.vllm.settings import Loaded, Settings
 log = logging.getLogger("vllm.kvfold")
 
 REFUSE_PROMPT_LOGPROBS = "kvfold.vllm.config:PromptLogprobsRefused"
+PAST_CHECKS = (
+    "ipc_cache",
+    "modelexpress",
+    "runai_streamer_sharded",
+    "sharded_state",
+    "tensorizer",
+)
+"""Formats whose weights may go into a model without being compared with an add-on's base, and
+without its low-rank terms."""
 
 
 class KvfoldConfig(VerifyAndUpdateConfig):
@@ -48,6 +57,7 @@ class KvfoldConfig(VerifyAndUpdateConfig):
 def check_engine(vllm_config: Any) -> None:
     """Raise `EngineSettingError` for settings of vLLM under which an add-on can't run."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    load_format = str(vllm_config.load_config.load_format)
     refused = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
@@ -57,6 +67,7 @@ def check_engine(vllm_config: Any) -> None:
         "KV transfer": vllm_config.kv_transfer_config is not None,
         "a quantised checkpoint": vllm_config.quant_config is not None,
         f"kv_cache_dtype={cache.cache_dtype}": cache.cache_dtype not in ("auto", None),
+        f"load_format={load_format}": load_format in PAST_CHECKS,
         "KV offloading": bool(getattr(cache, "kv_offloading_size", None)),
         "dual batch overlap": bool(getattr(parallel, "enable_dbo", False)),
         "another runner than generate": vllm_config.model_config.runner_type != "generate",
