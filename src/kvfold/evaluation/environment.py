@@ -23,10 +23,16 @@ from kvfold import __version__
 PACKAGES = ("torch", "transformers", "numpy", "safetensors")
 
 
+def _program() -> str:
+    """The script that runs; `kvfold` where it was started as a module."""
+    path = Path(sys.argv[0])
+    return path.parent.name if path.name == "__main__.py" else path.name
+
+
 def environment() -> dict[str, Any]:
     """Machine, library versions, commit and the command that is running, as plain data."""
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([_program(), *sys.argv[1:]]),
         "commit": _commit(),
         "machine": {
             "cpu": _cpu_name(),
