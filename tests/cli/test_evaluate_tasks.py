@@ -175,6 +175,7 @@ def test_evaluate_itself_can_fail_a_build_and_needs_no_addon(evaluate, tmp_path)
         (("--out", "{}", "--limit", "needle=4"), "even", "one of needle"),
         (("--out", "{}", "--answer-tokens", "9"), "even", "TASK=N"),
         (("--out", "{}", "--answer-tokens", "even=9"), "even", "gsm8k, ifeval"),
+        (("--out", "{}", "--chat-template", "even"), "even", "gsm8k, ifeval"),
         (("--out", "{}", "--peers-skip", "even"), "even", "--peers-skip"),
     ],
 )

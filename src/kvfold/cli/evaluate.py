@@ -28,6 +28,7 @@ from kvfold.cli.options import (
 from kvfold.cli.suite_options import (
     LENGTHS,
     AnswerTokensOption,
+    ChatTemplateOption,
     FailUnderOption,
     FractionOption,
     JobsOption,
@@ -104,6 +105,7 @@ def evaluate_command(
     fraction: FractionOption = 1.0,
     limit: LimitOption = None,
     answer_tokens: AnswerTokensOption = None,
+    chat_template: ChatTemplateOption = None,
     reuse: ReuseOption = None,
     peers: PeersOption = None,
     peers_env: PeersEnvOption = None,
@@ -196,6 +198,7 @@ def evaluate_command(
                 peers_env=peers_env,
                 peers_skip=peers_skip,
                 answer_tokens=answer_tokens,
+                chat_template=chat_template,
                 jobs=jobs,
             )
         )

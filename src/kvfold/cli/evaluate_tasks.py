@@ -128,10 +128,10 @@ def make_suite(options: SuiteOptions, environment: PeerEnvironment | None = None
     it may take minutes.
     """
     from kvfold.evaluation.candidates import with_plan
-    from kvfold.evaluation.peers.peer import check_model
+    from kvfold.evaluation.peers.peer import check_choices, check_model
     from kvfold.evaluation.peers.spec import check_likes, parse_peers
     from kvfold.evaluation.suite import Suite
-    from kvfold.evaluation.tasks.registry import make_tasks, stored_name
+    from kvfold.evaluation.tasks.registry import ANSWERED_FREELY, make_tasks, stored_name
 
     model, tokenizer = load_model(options.model, options.dtype, options.device)
     candidates = {
@@ -144,13 +144,19 @@ def make_suite(options: SuiteOptions, environment: PeerEnvironment | None = None
     limit, limits = parse_limits(options.limit)
     tasks = make_tasks(
         names_in(options.tasks),
-        _settings(options, limit, tokenizer),
+        _settings(options, limit, tokenizer, model),
         limits,
         parse_tokens(options.answer_tokens),
+        names_in(options.chat_template or ""),
     )
+    skipped = names_in(options.peers_skip or "")
+    if options.peers is not None and set(names_in(options.tasks)) & set(ANSWERED_FREELY) - {
+        *skipped
+    }:
+        check_choices(model)
     suite = Suite(
         *(model, tokenizer, candidates, tasks, options.seed, options.config()),
-        peers_skip=[stored_name(name) for name in names_in(options.peers_skip or "")],
+        peers_skip=[stored_name(name) for name in skipped],
     )
     return suite if environment is None else _with_peers(suite, options, environment)
 
@@ -258,7 +264,8 @@ def _rules(path: Path | None) -> tuple[Rule, ...]:
     return () if path is None else read_rules(path)
 
 
-def _settings(options: SuiteOptions, limit: int | None, tokenizer: Any) -> Any:
+def _settings(options: SuiteOptions, limit: int | None, tokenizer: Any, model: Any) -> Any:
+    from kvfold.anatomy import anatomy
     from kvfold.evaluation.tasks.settings import TaskSettings
 
     data = None if options.data is None else Path(options.data)
@@ -275,6 +282,7 @@ def _settings(options: SuiteOptions, limit: int | None, tokenizer: Any) -> Any:
         batch=options.batch,
         lengths=() if options.lengths is None else parse_lengths(options.lengths),
         tokenizer=tokenizer,
+        positions=anatomy(model).max_positions,
     )
 
 

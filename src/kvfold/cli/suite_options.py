@@ -17,8 +17,8 @@ TASKS = "perplexity, lambada, gsm8k, ifeval, needle, ruler, ruler-file, recall, 
 """As the registry has them, which help does without: it brings torch."""
 
 ONLY_WITH_TASKS = (
-    *("out", "fraction", "limit", "answer_tokens", "reuse", "fail_under", "speed_lengths", "jobs"),
-    *("peers", "peers_env", "peers_skip"),
+    *("out", "fraction", "limit", "answer_tokens", "chat_template", "reuse", "fail_under"),
+    *("speed_lengths", "jobs", "peers", "peers_env", "peers_skip"),
 )
 ONLY_WITHOUT = ("windows", "window", "continuation", "history", "speed_history", "plot")
 SomeAddOnsOption = Annotated[
@@ -56,6 +56,14 @@ AnswerTokensOption = Annotated[
         metavar="TASK=N",
         help="Most new tokens of an answer to gsm8k or ifeval, where lm-eval's own number takes "
         "too long: ifeval=512 (--tasks).",
+    ),
+]
+ChatTemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TASK,TASK",
+        help="Put prompts of gsm8k or ifeval into the tokenizer's chat template, examples as "
+        "turns, as lm-eval does with --apply_chat_template --fewshot_as_multiturn (--tasks).",
     ),
 ]
 ReuseOption = Annotated[
@@ -136,6 +144,7 @@ class SuiteOptions:
     peers_env: Path | None = None
     peers_skip: str | None = None
     answer_tokens: str | None = None
+    chat_template: str | None = None
     jobs: int = 1
 
     def config(self) -> dict[str, Any]:
@@ -152,6 +161,7 @@ class SuiteOptions:
             "batch": self.batch,
             "plan_changes": changes,
             **({} if self.answer_tokens is None else {"answer_tokens": self.answer_tokens}),
+            **({} if self.chat_template is None else {"chat_template": self.chat_template}),
             **({} if self.peers is None else {"peers": names_in(self.peers)}),
             **({} if self.peers_skip is None else {"peers_skip": names_in(self.peers_skip)}),
         }

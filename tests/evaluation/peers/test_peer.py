@@ -12,7 +12,7 @@ from kvfold.evaluation.cost import CostSettings, write_cost
 from kvfold.evaluation.page.html import render_page
 from kvfold.evaluation.page.markdown import render_markdown
 from kvfold.evaluation.page.runs import read_run
-from kvfold.evaluation.peers.peer import logits_apart, make_peers
+from kvfold.evaluation.peers.peer import check_choices, logits_apart, make_peers
 from kvfold.evaluation.peers.spec import parse_peers
 from kvfold.evaluation.runner import PLAIN
 from kvfold.evaluation.suite import Suite, run_suite
@@ -164,3 +164,11 @@ def test_a_peer_of_other_versions_is_another_subject(peer_of):
     peer = peer_of("plain")
     newer = replace(peer, environment=replace(peer.environment, versions={"torch": "9.9"}))
     assert peer.describe() != newer.describe()
+
+
+def test_generation_settings_that_peers_do_not_follow_are_refused(tiny_model):
+    model = tiny_model("llama")
+    check_choices(model)
+    model.generation_config.repetition_penalty = 1.1
+    with pytest.raises(PeerError, match=r"repetition_penalty=1.1.*gsm8k, ifeval"):
+        check_choices(model)

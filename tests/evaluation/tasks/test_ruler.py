@@ -144,3 +144,10 @@ def test_the_tiny_language_is_refused(data):
 
     with pytest.raises(EvaluationError, match="asks in English"):
         ruler.make(TaskSettings(data, tokenizer=load_tokenizer("tiny-hybrid")))
+
+
+def test_one_file_in_place_of_the_word_lists_is_refused(byte_tokenizer, tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_text("bread\nrain\n")
+    with pytest.raises(EvaluationError, match=r"needs 3 files.*words\.txt; name the folder"):
+        ruler.make(TaskSettings(path, tokenizer=byte_tokenizer))

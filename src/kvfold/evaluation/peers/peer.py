@@ -21,6 +21,7 @@ from kvfold.evaluation.peers.environment import PeerEnvironment
 from kvfold.evaluation.peers.model import PeerModel
 from kvfold.evaluation.peers.process import TIMEOUT_SECONDS, WorkerProcess, running
 from kvfold.evaluation.peers.spec import PeerSpec
+from kvfold.evaluation.tasks.registry import ANSWERED_FREELY
 from kvfold.models import model_folder
 from kvfold.runtime.attach import AddOnLike
 from kvfold.runtime.ledger import plain_bytes
@@ -53,6 +54,25 @@ NOTES = (
 )
 FORMAT = 1
 """Of how peers are asked: raised where the same peer would answer differently."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "repetition_penalty": (None, 1.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None, []),
+    "sequence_bias": (None, {}, []),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "guidance_scale": (None, 1.0),
+    "num_beams": (None, 1),
+}
+"""Generation settings that change which token is chosen greedily, with values that change none."""
 
 CHECK_TOKENS = 24
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-3}
@@ -173,6 +193,24 @@ def check_model(model: Any) -> None:
         raise PeerError(
             "peers are for models whose layers all have full attention, as kvpress takes them; "
             f"{type(model).__name__} has {', '.join(others)}; leave --peers out on this model"
+        )
+
+
+def check_choices(model: Any) -> None:
+    """Raise `PeerError` for a model that generates by other scores than its own.
+
+    Of the harness's tasks that are answered by a text: peers take the likeliest token there, and
+    transformers' own generation, which answers for all others, changes scores as it is told.
+    """
+    chosen = model.generation_config.to_dict()
+    changed = {n: chosen[n] for n, neutral in NEUTRAL.items() if chosen.get(n) not in neutral}
+    if changed:
+        told = ", ".join(f"{name}={value}" for name, value in changed.items())
+        raise PeerError(
+            "peers choose the likeliest token by the model's own scores; this model's generation "
+            f"settings change them ({told}), so answers to {', '.join(ANSWERED_FREELY)} would not "
+            "compare; leave these tasks out of what peers are asked (--peers-skip), or the "
+            "settings out of generation_config.json"
         )
 
 

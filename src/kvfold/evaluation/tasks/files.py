@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,20 @@ def data_file(settings: TaskSettings, name: str) -> DataFile:
     if folder.is_file():
         return read_file(folder, folder.name)
     return read_file(folder / name, name)
+
+
+def data_files(settings: TaskSettings, names: Sequence[str]) -> list[DataFile]:
+    """A task's several files of the folder of data sets.
+
+    Raises `EvaluationError` where one file is named in its place, and as `data_file` does.
+    """
+    folder = named_data(settings)
+    if folder is not None and folder.is_file():
+        raise EvaluationError(
+            f"this task needs {len(names)} files, {', '.join(names)}, in a folder of data sets; "
+            f"got the one file {folder}; name the folder"
+        )
+    return [data_file(settings, name) for name in names]
 
 
 def named_data(settings: TaskSettings) -> Path | None:

@@ -37,7 +37,7 @@ def gsm8k(
         files=files,
         chosen=settings,
         chunk=settings.batch,
-        chat_template=chat_template,
+        chat_template=chat_template or settings.chat_template,
         max_gen_toks=settings.answer_tokens if max_gen_toks is None else max_gen_toks,
     )
 

@@ -38,6 +38,9 @@ Splits = Mapping[str, Sequence[Record]]
 LOG_PROBABILITY = "perplexity"
 """What the harness calls a log-probability that it later makes a perplexity of."""
 
+OWN_TOKENS = 256
+"""Most new tokens of an answer where a task of the harness names none."""
+
 PROMPTS_LOOKED_AT = 32
 """To tell whether a tokenizer knows the language that a task is in."""
 
@@ -83,6 +86,22 @@ class HarnessTask:
             )
         if self.chosen.tokenizer is not None:
             self._check_tokenizer(self.chosen.tokenizer)
+        if self._generates and self.chosen.positions is not None:
+            self._check_room(self.chosen.positions)
+
+    @property
+    def _generates(self) -> bool:
+        return bool(self.harness.OUTPUT_TYPE == "generate_until")
+
+    def _check_room(self, positions: int) -> None:
+        """Raise `EvaluationError` where an answer leaves no room for its prompt."""
+        new = (self.harness.config.generation_kwargs or {}).get("max_gen_toks", OWN_TOKENS)
+        if new >= positions:
+            raise EvaluationError(
+                f"an answer to {self.name} may have {new} tokens, and this model holds {positions} "
+                "with the prompt; let answers end earlier (--answer-tokens "
+                f"{self.name}={max(1, positions // 2)}), or leave the task out"
+            )
 
     def _check_tokenizer(self, tokenizer: Any) -> None:
         """Raise `EvaluationError` for one whose model could only be wrong, or can't be asked."""
@@ -93,8 +112,7 @@ class HarnessTask:
                 f"the task {self.name} must be in the model's language; the tokenizer does not "
                 "know most words of its prompts; leave the task out on this model"
             ) from None
-        generates = self.harness.OUTPUT_TYPE == "generate_until"
-        if generates and getattr(tokenizer, "eos_token_id", None) is None:
+        if self._generates and getattr(tokenizer, "eos_token_id", None) is None:
             raise EvaluationError(
                 f"the task {self.name} generates until a text's end and needs a tokenizer with an "
                 "end token (eos_token); this model's has none; leave the task out, or add the "
@@ -214,10 +232,12 @@ class HarnessTask:
         return PeerLM(subject.peer, subject.tokenizer, questions)
 
     def _question(self, item: Item) -> str:
-        """The end of a prompt that asks; empty where nothing stands before it, as examples do."""
-        asked = self.harness.doc_to_text(item["doc"])
-        shots = item["prompt"].removesuffix(asked) if isinstance(asked, str) else ""
-        return asked if shots.strip() and shots != item["prompt"] else ""
+        """The end of a prompt that asks, with what a chat template has behind it; empty where no
+        examples stand before it."""
+        asked, prompt = self.harness.doc_to_text(item["doc"]), item["prompt"]
+        start = prompt.rfind(asked) if isinstance(asked, str) else -1
+        examples = self.harness.config.num_fewshot and prompt[: max(start, 0)].strip()
+        return prompt[start:] if examples else ""
 
     def _judged(self, items: Sequence[Item], requests: list[Any]) -> list[Answer]:
         # The harness has no other way to filter answers than as those of all its requests.

@@ -44,7 +44,7 @@ def ifeval(
         files=files,
         chosen=settings,
         chunk=settings.batch,
-        chat_template=chat_template,
+        chat_template=chat_template or settings.chat_template,
         max_gen_toks=settings.answer_tokens if max_gen_toks is None else max_gen_toks,
         scoring=without_chance,
     )

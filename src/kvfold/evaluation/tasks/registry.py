@@ -34,8 +34,9 @@ MAKERS: Mapping[str, str] = MappingProxyType(
 STORED_NAMES: Mapping[str, str] = MappingProxyType({"ruler-file": "ruler_file"})
 """What tasks are called in runs, where that is not their name on the command line."""
 
-MAY_BE_CUT = ("gsm8k", "ifeval")
-"""Tasks whose answers may end earlier than their own settings have it."""
+ANSWERED_FREELY = ("gsm8k", "ifeval")
+"""Tasks of the harness that are answered by a text, up to its end: where it ends at the latest, and
+whether prompts are put into a chat template, can be chosen."""
 
 
 def task_names() -> tuple[str, ...]:
@@ -69,11 +70,13 @@ def make_tasks(
     settings: TaskSettings,
     limits: Mapping[str, int] | None = None,
     answer_tokens: Mapping[str, int] | None = None,
+    chat_templates: Sequence[str] = (),
 ) -> list[Task]:
     """All of these tasks, in order; names are checked before any task reads its data.
 
     limits: items at most of single tasks, in place of the settings' own limit. answer_tokens: most
-    new tokens of an answer, of tasks in `MAY_BE_CUT`.
+    new tokens of an answer, chat_templates: whose prompts are put into the tokenizer's template;
+    of tasks in `ANSWERED_FREELY`.
     """
     check_known(names)
     of_one = limits or {}
@@ -84,16 +87,21 @@ def make_tasks(
             f"{', '.join(others)}; name the task as well, or leave its limit out"
         )
     cut = answer_tokens or {}
-    wrong = sorted(set(cut) - (set(names) & set(MAY_BE_CUT)))
-    if wrong:
-        raise EvaluationError(
-            f"only answers to {', '.join(MAY_BE_CUT)} have a number of tokens that can be chosen, "
-            f"where they are asked; got one for {', '.join(wrong)}; leave it out"
-        )
+    for what, chosen in (("number of tokens", cut), ("chat template", chat_templates)):
+        if wrong := sorted(set(chosen) - (set(names) & set(ANSWERED_FREELY))):
+            raise EvaluationError(
+                f"a {what} can be chosen for {', '.join(ANSWERED_FREELY)}, where they are asked; "
+                f"got one for {', '.join(wrong)}; leave it out"
+            )
     return [
         make_task(
             name,
-            replace(settings, limit=of_one.get(name, settings.limit), answer_tokens=cut.get(name)),
+            replace(
+                settings,
+                limit=of_one.get(name, settings.limit),
+                answer_tokens=cut.get(name),
+                chat_template=name in chat_templates,
+            ),
         )
         for name in names
     ]

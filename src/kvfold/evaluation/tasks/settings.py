@@ -15,8 +15,10 @@ class TaskSettings:
     most. fraction: of those that the limit leaves, above 0 and at most 1. seed: of everything
     drawn. batch: items in one forward pass. lengths: token counts, for tasks that have some; empty
     for their own. tokenizer: the model's, for tasks whose items are counted in tokens.
-    answer_tokens: most new tokens of an answer, None for the task's own number; only of tasks in
-    `registry.MAY_BE_CUT`.
+    answer_tokens: most new tokens of an answer, None for the task's own number; chat_template:
+    whether prompts are put into the tokenizer's template; both only of tasks in
+    `registry.ANSWERED_FREELY`. positions: the most tokens that the model can hold, None where
+    nothing is known of it.
     """
 
     data: Path | None
@@ -27,3 +29,5 @@ class TaskSettings:
     lengths: tuple[int, ...] = ()
     tokenizer: Any = None
     answer_tokens: int | None = None
+    chat_template: bool = False
+    positions: int | None = None

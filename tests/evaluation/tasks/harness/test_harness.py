@@ -349,3 +349,23 @@ def test_smollm2_scores_lambada_as_lm_evals_own_model(smollm2, data_folder):
     said = [(answer["said"]["log_probability"], answer["said"]["greedy"]) for answer in answers]
     assert said == own
     assert answers[1]["said"]["target"] == f" {task.items()[1]['doc']['text'].split(' ')[-1]}"
+
+
+def test_answers_that_leave_no_room_for_their_prompt_are_refused(data, words):
+    settings = TaskSettings(data, tokenizer=words, positions=64)
+    assert gsm8k(settings, max_gen_toks=63)
+    for task, number in (("gsm8k", 64), ("ifeval", None)):
+        with pytest.raises(EvaluationError, match=f"this model holds 64 .*{task}=32"):
+            MAKERS[task](settings, max_gen_toks=number)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_peers_question_is_the_end_of_a_prompt_that_asks(data, words, chat):
+    task = gsm8k(TaskSettings(data, tokenizer=words, chat_template=chat))
+    for item in task.items():
+        question = task._question(item)
+        assert item["prompt"].endswith(question)
+        assert question.count("Question:") == 1
+        assert item["doc"]["question"] in question
+    whole = ifeval(TaskSettings(data, tokenizer=words, chat_template=chat))
+    assert {whole._question(item) for item in whole.items()} == {""}
