@@ -4,11 +4,14 @@ The model is random and narrow where its cache does not depend on it: 32 layers,
 the others with states of 2 MiB. See `vllm_memory.py`.
 
     $KVFOLD_VLLM_ENV/bin/python benchmarks/vllm_hybrid_memory.py
+
+Leaves `hybrid-memory.json` in `results/vllm`.
 """
 
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,10 +55,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**HYBRID)).to(torch.bfloat16)
         model.save_pretrained(folder)
-        rows = {}
-        for name, plan in PLANS.items():
-            rows[name] = vllm_memory.measure(folder, model, plan, "bfloat16")
-            vllm_memory.show(name, rows[name], rows["plain"].most)
+        out = Path("results/vllm/hybrid-memory.json")
+        vllm_memory.measure_all(folder, model, PLANS, "bfloat16", out)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,19 @@ def show(name: str, row: Held, plain_most: int) -> None:
     )
 
 
+def measure_all(
+    folder: str, model: Any, chosen: dict[str, dict[str, Any] | None], dtype: str, out: Path
+) -> None:
+    """A row for each plan, "plain" the first, shown and written."""
+    rows: dict[str, Held] = {}
+    for name, plan in chosen.items():
+        rows[name] = measure(folder, model, plan, dtype)
+        show(name, rows[name], rows["plain"].most)
+    settings = {"prompt": PROMPT, "chunk": CHUNK, "context": CONTEXT, "dtype": dtype}
+    made = {name: row._asdict() for name, row in rows.items()}
+    write_json(out, {**environment(), "vllm": vllm_version(), "settings": settings, "plans": made})
+
+
 def main() -> None:
     """Measure every plan on the model that was named, and write."""
     parser = argparse.ArgumentParser(
@@ -137,14 +150,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/vllm"))
     chosen = parser.parse_args()
     model, _ = models.load(chosen.model, dtype=torch.float32)
-    folder, rows = models.model_folder(chosen.model), {}
-    for name, plan in plans(model.config.num_hidden_layers).items():
-        row = measure(folder, model, plan)
-        rows[name] = row._asdict()
-        show(name, row, rows["plain"]["most"])
-    settings = {"prompt": PROMPT, "chunk": CHUNK, "context": CONTEXT}
-    report = {**environment(), "vllm": vllm_version(), "settings": settings, "plans": rows}
-    write_json(chosen.out / "memory.json", report)
+    folder = models.model_folder(chosen.model)
+    measure_all(
+        folder, model, plans(model.config.num_hidden_layers), "float32", chosen.out / "memory.json"
+    )
 
 
 if __name__ == "__main__":
