@@ -201,7 +201,7 @@ def test_a_summary_of_some_items_differs_on_those_alone():
     }
     made = task_figures(task, given, seed=0)["a"]
     few, many = made["ppl/few"], made["ppl/many"]
-    assert (few.items, few.difference.differing, few.difference.verdict) == (4, 4, "within noise")
+    assert (few.items, few.difference.differing, few.difference.verdict) == (4, 4, "higher")
     assert (many.items, many.difference.differing, many.difference.verdict) == (20, 0, "same")
 
 
@@ -240,3 +240,46 @@ def test_too_few_known_resamples_make_no_interval():
     assert resampled_interval([1.0, 1.0, math.nan], 1.0, 9) == (1.0, 1.0)
     assert within_noise(None, 100)
     assert draws(5, 0, "x", 7).shape == (7, 5)
+
+
+def test_a_collapse_of_a_few_conversations_is_no_noise():
+    plain = [{"recalled": [True] * 4 + [False]} for _ in range(4)]
+    none = [{"recalled": [False] * 5} for _ in range(4)]
+    one = [{"recalled": [True] * 3 + [False] * 2} for _ in range(4)]
+    assert figures(plain, none)["a"]["recalled"].difference.verdict == "lower"
+    assert figures(plain, one)["a"]["recalled"].difference.verdict == "within noise"
+
+
+def test_numbers_need_no_count_of_items_that_differ():
+    kl = [{"kl": value} for value in (0.15, 0.11, 0.21, 0.13)]
+    found = figures([{"kl": 0.0}] * 4, kl)["a"]["kl"].difference
+    assert (found.verdict, found.within_noise) == ("higher", False)
+
+
+@pytest.mark.parametrize(
+    ("score", "items"), [(True, 5), (1.0, 5), (True, 1)], ids=["answers", "shares", "one"]
+)
+def test_so_few_items_that_nothing_can_be_told_are_called_that(score, items):
+    plain, other = [{"score": score}] * items, [{"score": type(score)(0)}] * items
+    found = figures(plain, other)["a"]["score"].difference
+    assert (found.verdict, found.within_noise) == ("too few items", True)
+    assert figures(plain, plain)["a"]["score"].difference.verdict == "same"
+
+
+def test_intervals_stay_where_figures_can_be():
+    plain = [{"kl": 0.0, "agreement": 1.0, "right": n < 9} for n in range(10)]
+    other = [{"kl": 3.0 * (n == 0), "agreement": n / 10, "right": n > 8} for n in range(10)]
+    made = figures(plain, other)["a"]
+    assert made["kl"].interval[0] == 0
+    assert made["agreement"].interval[1] <= 1
+    assert made["right"].difference.interval[0] >= -1
+
+
+def test_the_interval_of_a_perplexity_is_as_wide_on_both_sides_in_its_logarithm():
+    task = StatedTask({PLAIN: [{"loss": float(n % 5)} for n in range(12)]})
+    task.summary = lambda answers: {
+        "perplexity": math.exp(sum(a.scores["loss"] for a in answers) / len(answers))
+    }
+    low, high = task_figures(task, task.all_answers(), seed=0)[PLAIN]["perplexity"].interval
+    assert low > 1
+    assert math.log(high) - 1.75 == pytest.approx(1.75 - math.log(low), rel=0.3)

@@ -10,16 +10,19 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.resampling import (
+    FEWEST_DIFFERING,
+    FEWEST_ITEMS,
     Column,
     Draws,
     Values,
     alike,
+    changed_answers,
     differing_items,
     draws,
     resampled_interval,
@@ -35,7 +38,7 @@ SUMMARY_RESAMPLES = 400
 
 Kind = Literal["accuracy", "mean", "summary"]
 Better = Literal["higher", "lower"]
-Verdict = Literal["same", "within noise", "higher", "lower"]
+Verdict = Literal["same", "too few items", "within noise", "higher", "lower"]
 Interval = tuple[float, float] | None
 
 SHARES = ("score", "accuracy")
@@ -49,14 +52,20 @@ LOWER_IS_BETTER, HIGHER_IS_BETTER = (
 )
 """Words in names of numbers; `first_divergence` is how far two texts agree."""
 
+PERPLEXITY, SHARE, COSINE = (
+    re.compile(rf"(?:^|[^a-z])(?:{words})(?:[^a-z]|$)")
+    for words in ("perplexity|ppl", "agreement", "cosine")
+)
+
 
 @dataclass(frozen=True)
 class Difference:
     """A figure minus the plain model's, compared on the same items.
 
     interval: 95%, from paired resamples. relative: of the plain model's, None for accuracies and
-    where that is 0. differing: items on which the two differ. verdict: `within noise` where the
-    interval holds 0 or too few items differ, `same` where none does.
+    where that is 0. differing: items on which the two differ. verdict: `same` where none does,
+    `within noise` where the interval holds 0 or too few right or wrong answers are others, `too few
+    items` where so few were asked that nothing could have been told.
     """
 
     value: float
@@ -123,9 +132,29 @@ class _Series(Protocol):
     def figure(self) -> Figure:
         """Its value, without a difference."""
 
-    def paired(self, plain: Any) -> tuple[float, Values, int, int]:
-        """Its difference from another of its class: value, (resamples,) values, items that both
-        have, and those of them that differ."""
+    def paired(self, plain: Any) -> _Paired:
+        """Its difference from another of its class."""
+
+
+class _Paired(NamedTuple):
+    """A difference on the items that both have.
+
+    resampled: (resamples,) values. items: that both have. differing: those of them that differ.
+    changed, judged: answers that are others, of so many, where they are right or wrong or shares;
+    None of other numbers.
+    """
+
+    value: float
+    resampled: Values
+    items: int
+    differing: int
+    changed: int | None = None
+    judged: int | None = None
+
+    @property
+    def too_few(self) -> bool:
+        """Whether nothing could be told of any outcome."""
+        return self.items < FEWEST_ITEMS or (self.judged or FEWEST_DIFFERING) < FEWEST_DIFFERING
 
 
 class _Scored:
@@ -153,19 +182,26 @@ class _Scored:
             return column.share_interval()
         if is_share(self.metric) and ((column.sums >= 0) & (column.sums <= 1)).all():
             return wilson(column.value, items)  # shares vary at most as right and wrong answers do
-        return resampled_interval(column.resampled(self.chosen), column.value, items)
+        resampled = column.resampled(self.chosen)
+        return resampled_interval(resampled, column.value, items, _bounds(self.metric))
 
-    def paired(self, plain: _Scored) -> tuple[float, Values, int, int]:
+    def paired(self, plain: _Scored) -> _Paired:
         both = (self.column.weights > 0) & (plain.column.weights > 0)
         if not both.any():
-            return math.nan, np.full(len(self.chosen), np.nan), 0, 0
+            return _Paired(math.nan, np.full(len(self.chosen), np.nan), 0, 0)
         ours, theirs = (
             Column(np.where(both, column.sums, 0.0), np.where(both, column.weights, 0.0))
             for column in (self.column, plain.column)
         )
         resampled = ours.resampled(self.chosen) - theirs.resampled(self.chosen)
+        value, items = ours.value - theirs.value, int(both.sum())
         differing = differing_items(ours, theirs)
-        return ours.value - theirs.value, resampled, int(both.sum()), differing
+        if self.kind == "accuracy":
+            changed, judged = changed_answers(ours, theirs), int(ours.weights.sum())
+            return _Paired(value, resampled, items, differing, changed, judged)
+        if is_share(self.metric):  # which may be as coarse as right and wrong
+            return _Paired(value, resampled, items, differing, differing, items)
+        return _Paired(value, resampled, items, differing)
 
 
 class _Summed:
@@ -191,19 +227,29 @@ class _Summed:
         return Figure(
             kind="summary",
             value=self.value,
-            interval=resampled_interval(self.resampled, self.value, items),
+            interval=self._interval(items),
             items=items,
             better=_better(self.metric),
         )
 
-    def paired(self, plain: _Summed) -> tuple[float, Values, int, int]:
+    def _interval(self, items: int) -> Interval:
+        """Of a perplexity by its logarithm, as losses vary."""
+        logarithms = PERPLEXITY.search(self.metric.lower()) and not (self.resampled <= 0).any()
+        if not logarithms or self.value <= 0:
+            bounds = _bounds(self.metric)
+            return resampled_interval(self.resampled, self.value, items, bounds)
+        found = resampled_interval(np.log(self.resampled), math.log(self.value), items)
+        return None if found is None else (math.exp(found[0]), math.exp(found[1]))
+
+    def paired(self, plain: _Summed) -> _Paired:
         pairs = [
             (ours, theirs)
             for ours, theirs in zip(self.alone, plain.alone, strict=True)
             if ours is not None or theirs is not None
         ]
         differing = sum(not alike(ours, theirs) for ours, theirs in pairs)
-        return self.value - plain.value, self.resampled - plain.resampled, len(pairs), differing
+        resampled = self.resampled - plain.resampled
+        return _Paired(self.value - plain.value, resampled, len(pairs), differing)
 
 
 def is_share(metric: str) -> bool:
@@ -219,24 +265,42 @@ def _better(metric: str) -> Better | None:
     return "higher" if HIGHER_IS_BETTER.search(name) else None
 
 
+def _bounds(metric: str) -> tuple[float, float]:
+    """What numbers by this name can be at all."""
+    name = metric.lower()
+    if is_share(metric) or SHARE.search(name):
+        return 0.0, 1.0
+    if COSINE.search(name):
+        return -1.0, 1.0
+    return (0.0 if LOWER_IS_BETTER.search(name) else -math.inf), math.inf
+
+
+def _difference_bounds(metric: str, kind: Kind) -> tuple[float, float]:
+    low, high = (0.0, 1.0) if kind == "accuracy" else _bounds(metric)
+    return low - high, high - low
+
+
 def _difference(ours: Any, plain: Any) -> Difference | None:
     """From the plain model; None if the two have no item or no kind of figure in common."""
     if type(ours) is not type(plain):
         return None
-    value, resampled, items, differing = ours.paired(plain)
+    found: _Paired = ours.paired(plain)
+    value, base = found.value, plain.figure()
     if not math.isfinite(value):
         return None
-    base = plain.figure()
-    interval = resampled_interval(resampled, value, items)
-    noise = within_noise(interval, differing)
+    bounds = _difference_bounds(ours.metric, base.kind)
+    interval = resampled_interval(found.resampled, value, found.items, bounds)
+    noise = not found.differing or found.too_few or within_noise(interval, found.changed)
     verdict: Verdict = "higher" if value > 0 else "lower"
     if noise:
-        verdict = "within noise" if differing else "same"
+        verdict = "too few items" if found.too_few else "within noise"
+    if not found.differing:
+        verdict = "same"
     return Difference(
         value=value,
         interval=interval,
         relative=value / base.value if base.kind != "accuracy" and base.value > 0 else None,
-        differing=differing,
+        differing=found.differing,
         within_noise=noise,
         verdict=verdict,
     )

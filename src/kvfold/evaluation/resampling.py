@@ -24,8 +24,11 @@ from kvfold.evaluation.share import NORMAL_95, wilson
 
 RESAMPLES = 1000
 FEWEST_DIFFERING = 6
-"""Items that must differ before a difference is more than noise: with 5 that all went one way,
-chance alone would do that in one of 16 cases (`2 * 0.5^5`), with 6 in one of 32."""
+"""Right or wrong answers that must differ before a difference is more than noise: with 5 that all
+went one way, chance alone would do that in one of 16 cases (`2 * 0.5^5`), with 6 in one of 32."""
+
+FEWEST_ITEMS = 3
+"""Of numbers: two items that are alike by chance would seem to be certain."""
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-6
 """Numbers that are closer are the same: rounding in another order moves single precision so far."""
@@ -92,12 +95,16 @@ def draws(items: int, seed: int, name: str, resamples: int = RESAMPLES) -> Draws
 
 
 def resampled_interval(
-    values: Iterable[float], figure: float, items: int
+    values: Iterable[float],
+    figure: float,
+    items: int,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[float, float] | None:
     """The middle 95% of resampled figures, widened around the figure for being of few items.
 
-    items: that the figure was made of. None where half of the figures or more could not be told,
-    and for a single item, which tells nothing of how items vary.
+    items: that the figure was made of. bounds: what a figure of its kind can be. None where half of
+    the figures or more could not be told, and for a single item, which tells nothing of how items
+    vary.
     """
     every = np.asarray(list(values), dtype=np.float64)
     known = every[np.isfinite(every)]
@@ -105,7 +112,8 @@ def resampled_interval(
         return None
     wider = _student(items - 1) / NORMAL_95 * math.sqrt(items / (items - 1))
     low, high = np.percentile(known, [2.5, 97.5])
-    return figure - wider * (figure - float(low)), figure + wider * (float(high) - figure)
+    wide = figure - wider * (figure - float(low)), figure + wider * (float(high) - figure)
+    return max(wide[0], bounds[0]), min(wide[1], bounds[1])
 
 
 def _student(freedom: int) -> float:
@@ -114,11 +122,19 @@ def _student(freedom: int) -> float:
     return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * freedom)
 
 
-def within_noise(interval: tuple[float, float] | None, differing: int) -> bool:
-    """Whether a difference may be chance. differing: items on which the two subjects differ."""
-    if interval is None or differing < FEWEST_DIFFERING:
+def within_noise(interval: tuple[float, float] | None, changed: int | None) -> bool:
+    """Whether a difference may be chance.
+
+    changed: right or wrong answers that are others; None where any number may come of an item.
+    """
+    if interval is None or (changed is not None and changed < FEWEST_DIFFERING):
         return True
     return interval[0] <= 0 <= interval[1]
+
+
+def changed_answers(ours: Column, plain: Column) -> int:
+    """How many right or wrong answers are others, at least: an item's only count together."""
+    return int(np.abs(ours.sums - plain.sums).sum().round())
 
 
 def differing_items(ours: Column, plain: Column) -> int:

@@ -78,3 +78,13 @@ def test_the_grid_says_where_each_needle_stood(data: Any, characters: Any, scrip
     by_depth = [figures[f"accuracy/depth {depth}"] for depth in DEPTHS]
     assert [figure.value for figure in by_depth] == [1, 1, 1, 0, 0]
     assert by_depth[0].interval == pytest.approx(wilson(1.0, 2 * EACH))
+
+
+def test_each_length_has_needles_of_its_own(smollm2: Any, tmp_path: Any) -> None:
+    (tmp_path / "book.txt").write_text(HAYSTACK)
+    _, tokenizer = smollm2
+    settings = TaskSettings(tmp_path / "book.txt", tokenizer=tokenizer, lengths=(128, 256))
+    said = {item["length"]: set() for item in make(settings).items()}
+    for item in make(settings).items():
+        said[item["length"]].add(item["answer"])
+    assert not said[128] & said[256]

@@ -13,6 +13,7 @@ from kvfold.evaluation.continuation import continuation_loss
 from kvfold.evaluation.tasks import perplexity
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Subject
+from kvfold.evaluation.tasks.texts import text_windows
 from kvfold.plan import Plan
 
 SAME = 1e-6
@@ -25,7 +26,8 @@ def task(data, characters):
 
 def ids_of(task, data, characters, item):
     text = (data / "wikitext-2" / "test.txt").read_text()
-    start = item["window"] * item["length"]
+    shorter = {n: made for n, made in task.windows.by_length.items() if n < item["length"]}
+    start = item["window"] * item["length"] + sum(n * len(made) for n, made in shorter.items())
     return torch.tensor([characters(text).input_ids[start : start + item["length"]]])
 
 
@@ -141,3 +143,22 @@ def test_the_tiny_language_brings_its_own_text():
     task = perplexity.make(TaskSettings(None, limit=2, tokenizer=tokenizer, lengths=(64,)))
     assert task.settings()["text"] == {"name": "documents of the tiny language", "seed": 0}
     assert tokenizer.decode(task._ids(task.items()[0])).startswith("<doc>")
+
+
+@pytest.mark.parametrize("tokens", [83, 300, 2000, 5000])
+def test_no_token_is_told_at_two_lengths(tokens, tmp_path, characters):
+    """However short the text is; each length has its part of it."""
+    text = "".join(chr(ord("a") + n % 26) for n in range(tokens))
+    (tmp_path / "text.txt").write_text(text)
+    settings = TaskSettings(tmp_path / "text.txt", tokenizer=characters)
+    counts = {5: 20, 18: 7, 60: 3}
+    windows = text_windows(settings, counts).by_length
+    every = [ids for length in counts for ids in windows[length]]
+    joined = [token for ids in every for token in ids]
+    assert joined == list(characters(text).input_ids[: len(joined)])
+    assert all(1 <= len(windows[length]) <= counts[length] for length in counts)
+    if tokens == 2000:
+        assert {n: len(windows[n]) for n in counts} == counts
+    (tmp_path / "text.txt").write_text(text[:82])
+    with pytest.raises(EvaluationError, match="at least 83 tokens"):
+        text_windows(settings, counts)

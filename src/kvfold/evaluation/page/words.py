@@ -39,7 +39,8 @@ def change_text(figure: Entry) -> str:
 
 
 def verdict_text(figure: Entry) -> str:
-    """What the difference amounts to: `same`, `within noise`, `better`, `worse` or its side."""
+    """What the difference amounts to: `same`, `too few items`, `within noise`, `better`, `worse`
+    or its side."""
     difference = figure["difference"]
     if difference is None:
         return ""

@@ -2,8 +2,8 @@
 
 `... The secret number of the harbour is 48213. ...` stands at some depth of a book's text, and the
 prompt ends in `The secret number of the harbour is`. Right if greedy decoding goes on with exactly
-that number. Which place and which number follows from the seed and the needle's own number. The
-task `needle` asks for some at every depth and length of a grid.
+that number. Which place and which number follows from the seed, the length and the needle's own
+number. The task `needle` asks for some at every depth and length of a grid.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _needles(
     depths: Sequence[float],
     each: int,
     *,
-    seed: int,
+    seed: int | str,
 ) -> list[Needle]:
     if not all(0 <= depth <= 1 for depth in depths):
         raise EvaluationError(f"depths must be from 0 to 1; got {list(depths)}")
@@ -146,9 +146,8 @@ class NeedleTask(SelectedItems):
         every = []
         for length in sorted(set(chosen.lengths)):
             require_length(book, hay, length)
-            made = _needles(
-                hay, of_all.tokenizer, length, chosen.depths, chosen.each, seed=chosen.seed
-            )
+            named = f"{chosen.seed} {length}"  # so that each length has needles of its own
+            made = _needles(hay, of_all.tokenizer, length, chosen.depths, chosen.each, seed=named)
             every += [
                 {
                     "id": f"{length}/{needle.depth}/{number % chosen.each}",

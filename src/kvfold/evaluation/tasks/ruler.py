@@ -97,7 +97,7 @@ def make(settings: TaskSettings) -> RulerTask:
         for length in sorted(set(chosen.lengths)):
             for number in range(chosen.each):
                 made = ruler_prompt(
-                    kind, f"{chosen.seed} {number}", length, words, settings.tokenizer
+                    kind, f"{chosen.seed} {length} {number}", length, words, settings.tokenizer
                 )
                 asked = {**asdict(made), "answers": list(made.answers)}
                 every.append({"id": f"{kind}/{length}/{number}", "length": length, **asked})

@@ -1,8 +1,8 @@
 """Windows of running text for the tasks that predict it, from a file or in the tiny language.
 
-Convention: a file is one string without special tokens, and its windows do not overlap and begin
-at its start. A tokenizer of the tiny language gets documents of that language instead, one a
-window: it knows no other text.
+Convention: a file is one string without special tokens, and its windows begin at its start and do
+not overlap, those of other lengths included: no token is told twice. A tokenizer of the tiny
+language gets documents of that language instead, one a window: it knows no other text.
 """
 
 from __future__ import annotations
@@ -31,21 +31,25 @@ class Windows:
 def text_windows(settings: TaskSettings, counts: Mapping[int, int]) -> Windows:
     """So many windows of each length.
 
-    counts: windows by their length in tokens. A text too short for them gives as many as it has.
-    Raises `EvaluationError` for a text without one window of some length, one in another language
-    than the tokenizer's, and as `data_file` does.
+    counts: windows by their length in tokens. A text too short for them all gives each length the
+    same share of it, and one window at least. Raises `EvaluationError` for a text without a window
+    of each length, one in another language than the tokenizer's, and as `data_file` does.
     """
     require_tokenizer(settings)
     if speaks_tiny_language(settings.tokenizer):
         return _documents(settings, counts)
     file = data_file(settings, DEFAULT_TEXT)
-    most = max(length * count for length, count in counts.items())
+    most = sum(length * count for length, count in counts.items())
     ids = file_tokens(file, settings.tokenizer, most)
-    made = {}
-    for length, count in counts.items():
-        require_length(file, ids, length)
-        starts = range(0, min(count, len(ids) // length) * length, length)
-        made[length] = [ids[start : start + length] for start in starts]
+    needed = sum(counts)
+    require_length(file, ids, needed)
+    made, start = {}, 0
+    for number, (length, count) in enumerate(counts.items()):
+        needed -= length
+        share = min((len(ids) - start) // (len(counts) - number), len(ids) - start - needed)
+        stop = start + length * max(1, min(count, share // length))
+        made[length] = [ids[at : at + length] for at in range(start, stop, length)]
+        start = stop
     return Windows(made, file.to_dict())
 
 
@@ -91,7 +95,10 @@ def tiny_ids(words: Sequence[str], tokenizer: Any) -> list[int]:
 def _documents(settings: TaskSettings, counts: Mapping[int, int]) -> Windows:
     made = {
         length: [
-            tiny_ids(training_document(f"text {settings.seed} {n}", length)[0], settings.tokenizer)
+            tiny_ids(
+                training_document(f"text {settings.seed} {length} {n}", length)[0],
+                settings.tokenizer,
+            )
             for n in range(count)
         ]
         for length, count in counts.items()

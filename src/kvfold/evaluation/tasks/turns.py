@@ -139,7 +139,9 @@ def make(settings: TaskSettings) -> TurnsTask:
         source: dict[str, Any] = {"name": "documents of the tiny language"}
         for length in lengths:
             made[length] = [
-                _tiny_conversation(f"{chosen.seed} {n}", chosen.turns, length, settings.tokenizer)
+                _tiny_conversation(
+                    f"{chosen.seed} {length} {n}", chosen.turns, length, settings.tokenizer
+                )
                 for n in range(chosen.conversations)
             ]
         return TurnsTask(chosen, made, source, settings)
@@ -148,7 +150,9 @@ def make(settings: TaskSettings) -> TurnsTask:
     for length in lengths:
         require_length(book, hay, chosen.turns * length)
         made[length] = [
-            _conversation(f"{chosen.seed} {n}", chosen.turns, length, hay, settings.tokenizer)
+            _conversation(
+                f"{chosen.seed} {length} {n}", chosen.turns, length, hay, settings.tokenizer
+            )
             for n in range(chosen.conversations)
         ]
     return TurnsTask(chosen, made, book.to_dict(), settings)
