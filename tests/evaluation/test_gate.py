@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.gate import Rule, check_asked, check_rules, read_rules
 from kvfold.evaluation.metrics import task_figures
+from kvfold.evaluation.page.table import failures_table
 from kvfold.evaluation.runner import PLAIN
 
 from .suite_tasks import StatedTask
@@ -105,8 +108,26 @@ def test_several_rules_of_a_metric_are_all_checked(checked):
     assert [(c.subject, c.rule.bound, c.passed) for c in checks] == [
         ("a", "max_drop", True), ("b", "min", True), ("b", "max", True),
     ]  # fmt: skip
-    assert checks[0].within_noise is True
+    assert (checks[0].within_noise, checks[0].verdict) == (True, "within noise")
     assert checks[0].to_dict()["limit"] == 0.02
+    assert checks[1].to_dict()["verdict"] == "lower"
+
+
+def test_a_rule_on_too_few_items_to_tell_says_so_and_not_that_it_is_noise():
+    task = StatedTask({PLAIN: [{"acc": True}] * 4, "a": [{"acc": False}] * 4})
+    made = task_figures(task, task.all_answers(), seed=0)
+    results = {
+        name: {"stated": {key: figure.to_dict() for key, figure in figures.items()}}
+        for name, figures in made.items()
+    }
+    over = {"plain": PLAIN, "subjects": list(results), "results": results}
+    checks = check_rules([Rule("stated.acc", "max_drop", 0.1)], over)
+    assert [(c.passed, c.verdict) for c in checks] == [(False, "too few items")]
+    screen = Console(file=StringIO(), width=200)
+    screen.print(failures_table(checks))
+    printed = screen.file.getvalue()
+    assert "too few items to tell" in printed
+    assert "noise" not in printed
 
 
 def test_a_rule_that_names_nobody_is_not_for_peers(checked, metrics):

@@ -283,3 +283,50 @@ def test_the_interval_of_a_perplexity_is_as_wide_on_both_sides_in_its_logarithm(
     low, high = task_figures(task, task.all_answers(), seed=0)[PLAIN]["perplexity"].interval
     assert low > 1
     assert math.log(high) - 1.75 == pytest.approx(1.75 - math.log(low), rel=0.3)
+
+
+def test_a_kl_is_no_less_above_that_of_the_plain_model_than_nothing():
+    """The plain model's is 0 from itself, so a difference below 0 can't be."""
+    kl = [{"kl": value} for value in (0.001, 0.002, 0.9)]
+    made = figures([{"kl": 0.0}] * 3, kl)["a"]["kl"]
+    assert made.interval[0] == made.difference.interval[0] == 0
+    assert made.difference.verdict == "within noise"
+
+
+def test_conversations_that_change_as_a_whole_count_as_one_answer_each():
+    plain, fallen = {"acc": [True] * 5}, {"acc": [False] * 5}
+    half = figures([plain] * 6, [fallen, plain] * 3)["a"]["acc"].difference
+    assert half.verdict == "within noise"
+    assert figures([plain] * 6, [fallen] * 6)["a"]["acc"].difference.verdict == "lower"
+
+
+def numbers(generator):
+    return [{"x": float(x)} for x in generator.normal(0, 1, 4)]
+
+
+def single_answers(generator):
+    return [{"x": bool(x < 0.6)} for x in generator.random(15)]
+
+
+def shares(generator):
+    return [{"x": 0.0, "score": float(x)} for x in generator.integers(0, 3, 10) / 2]
+
+
+def few_conversations(generator):
+    return [{"x": [bool(x < 0.6) for x in generator.random(5)]} for _ in range(4)]
+
+
+def whole_conversations(generator):
+    return [{"x": [bool(generator.random() < 0.6)] * 5} for _ in range(6)]
+
+
+@pytest.mark.parametrize(
+    "drawn", [numbers, single_answers, shares, few_conversations, whole_conversations]
+)
+def test_subjects_that_are_as_good_are_seldom_told_apart(drawn):
+    """One in 20 at most, and what 300 runs of that vary by."""
+    generator, told = np.random.default_rng(5), 0
+    for _ in range(300):
+        made = figures(drawn(generator), drawn(generator))["a"]
+        told += made.get("score", made["x"]).difference.verdict in ("higher", "lower")
+    assert told / 300 <= 0.09

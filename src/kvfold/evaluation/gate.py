@@ -43,13 +43,18 @@ class Rule:
 
 @dataclass(frozen=True)
 class Check:
-    """A rule applied to a subject. measured: what is held against the limit."""
+    """A rule applied to a subject. measured: what is held against the limit.
+
+    verdict: of the figure's difference from the plain model's, as in `metrics.json`; None where it
+    has none. within_noise: of the same.
+    """
 
     rule: Rule
     subject: str
     measured: float
     passed: bool
     within_noise: bool | None
+    verdict: str | None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -61,6 +66,7 @@ class Check:
             "measured": self.measured,
             "passed": self.passed,
             "within_noise": self.within_noise,
+            "verdict": self.verdict,
         }
 
 
@@ -191,10 +197,12 @@ def _subjects(rule: Rule, metrics: Mapping[str, Any]) -> Sequence[str]:
 def _check(rule: Rule, subject: str, metrics: Mapping[str, Any]) -> Check:
     figure = _figure(rule.metric, subject, metrics)
     value, difference = figure["value"], figure["difference"]
-    noise = None if difference is None else difference["within_noise"]
+    noise, verdict = (
+        None if difference is None else difference[key] for key in ("within_noise", "verdict")
+    )
     if rule.bound in ("min", "max"):
         low, high = (rule.limit, value) if rule.bound == "min" else (value, rule.limit)
-        return Check(rule, subject, value, low <= high + ROUNDING, noise)
+        return Check(rule, subject, value, low <= high + ROUNDING, noise, verdict)
     if difference is None:
         raise EvaluationError(
             f"{rule.metric}: {rule.bound} is from the plain model, and {subject} has no "
@@ -207,7 +215,7 @@ def _check(rule: Rule, subject: str, metrics: Mapping[str, Any]) -> Check:
             f"{_figure(rule.metric, metrics['plain'], metrics)['value']}; use min or max"
         )
     moved = -change if rule.bound == "max_drop" else change
-    return Check(rule, subject, moved, moved <= rule.limit + ROUNDING, noise)
+    return Check(rule, subject, moved, moved <= rule.limit + ROUNDING, noise, verdict)
 
 
 def _figure(metric: str, subject: str, metrics: Mapping[str, Any]) -> dict[str, Any]:

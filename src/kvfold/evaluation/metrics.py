@@ -139,16 +139,17 @@ class _Series(Protocol):
 class _Paired(NamedTuple):
     """A difference on the items that both have.
 
-    resampled: (resamples,) values. items: that both have. differing: those of them that differ.
-    changed, judged: answers that are others, of so many, where they are right or wrong or shares;
-    None of other numbers.
+    resampled: (resamples,) values. plain: (resamples,) of the plain model's figure. items: that
+    both have. differing: those of them that differ. changed, judged: answers that are others, of so
+    many, where they are right or wrong or shares; None of other numbers.
     """
 
     value: float
     resampled: Values
+    plain: Values
     items: int
     differing: int
-    changed: int | None = None
+    changed: float | None = None
     judged: int | None = None
 
     @property
@@ -188,20 +189,22 @@ class _Scored:
     def paired(self, plain: _Scored) -> _Paired:
         both = (self.column.weights > 0) & (plain.column.weights > 0)
         if not both.any():
-            return _Paired(math.nan, np.full(len(self.chosen), np.nan), 0, 0)
+            unknown = np.full(len(self.chosen), np.nan)
+            return _Paired(math.nan, unknown, unknown, 0, 0)
         ours, theirs = (
             Column(np.where(both, column.sums, 0.0), np.where(both, column.weights, 0.0))
             for column in (self.column, plain.column)
         )
-        resampled = ours.resampled(self.chosen) - theirs.resampled(self.chosen)
+        base = theirs.resampled(self.chosen)
+        resampled = ours.resampled(self.chosen) - base
         value, items = ours.value - theirs.value, int(both.sum())
         differing = differing_items(ours, theirs)
         if self.kind == "accuracy":
             changed, judged = changed_answers(ours, theirs), int(ours.weights.sum())
-            return _Paired(value, resampled, items, differing, changed, judged)
+            return _Paired(value, resampled, base, items, differing, changed, judged)
         if is_share(self.metric):  # which may be as coarse as right and wrong
-            return _Paired(value, resampled, items, differing, differing, items)
-        return _Paired(value, resampled, items, differing)
+            return _Paired(value, resampled, base, items, differing, differing, items)
+        return _Paired(value, resampled, base, items, differing)
 
 
 class _Summed:
@@ -248,8 +251,8 @@ class _Summed:
             if ours is not None or theirs is not None
         ]
         differing = sum(not alike(ours, theirs) for ours, theirs in pairs)
-        resampled = self.resampled - plain.resampled
-        return _Paired(self.value - plain.value, resampled, len(pairs), differing)
+        base = plain.resampled
+        return _Paired(self.value - plain.value, self.resampled - base, base, len(pairs), differing)
 
 
 def is_share(metric: str) -> bool:
@@ -275,9 +278,16 @@ def _bounds(metric: str) -> tuple[float, float]:
     return (0.0 if LOWER_IS_BETTER.search(name) else -math.inf), math.inf
 
 
-def _difference_bounds(metric: str, kind: Kind) -> tuple[float, float]:
+def _difference_bounds(metric: str, kind: Kind, plain: Values) -> tuple[float, float]:
+    """What a difference can be at all from any of the plain model's resampled figures.
+
+    Where those are all the same, as its KL of 0 from itself is, that is a bound as well.
+    """
     low, high = (0.0, 1.0) if kind == "accuracy" else _bounds(metric)
-    return low - high, high - low
+    known = plain[np.isfinite(plain)]
+    if not len(known):
+        return low - high, high - low
+    return low - float(known.max()), high - float(known.min())
 
 
 def _difference(ours: Any, plain: Any) -> Difference | None:
@@ -288,7 +298,7 @@ def _difference(ours: Any, plain: Any) -> Difference | None:
     value, base = found.value, plain.figure()
     if not math.isfinite(value):
         return None
-    bounds = _difference_bounds(ours.metric, base.kind)
+    bounds = _difference_bounds(ours.metric, base.kind, found.plain)
     interval = resampled_interval(found.resampled, value, found.items, bounds)
     noise = not found.differing or found.too_few or within_noise(interval, found.changed)
     verdict: Verdict = "higher" if value > 0 else "lower"

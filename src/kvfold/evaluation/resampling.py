@@ -71,20 +71,30 @@ class Column:
     def share_interval(self) -> tuple[float, float]:
         """The 95% interval of a share of right answers (`wilson`).
 
-        Judgements of one item go together, so that they tell less than as many items would. The
-        count is divided by the design effect (Kish 1965): the variance between items over that of
-        independent answers, where that is above 1. If all are right, or none is, only items count.
+        Judgements of one item go together, so that they tell less than as many items would: their
+        count is divided by the `design_effect`. If all are right, or none is, only items count.
+        """
+        share, count = self.value, float(self.weights.sum())
+        if share in (0.0, 1.0):
+            return wilson(share, int((self.weights > 0).sum()))
+        return wilson(share, count / self.design_effect())
+
+    def design_effect(self) -> float:
+        """How many judgements tell as much as one that is independent, at least 1 (Kish 1965).
+
+        The variance between items over that of independent answers, where sums are counts among
+        weights. A single item counts as one; where all judgements are alike, each for itself.
         """
         share, count = self.value, float(self.weights.sum())
         used = self.weights > 0
         items = int(used.sum())
-        if count == items:
-            return wilson(share, count)
-        if items == 1 or share in (0.0, 1.0):
-            return wilson(share, items)
+        if count == items or share in (0.0, 1.0):
+            return 1.0
+        if items == 1:
+            return count
         off = self.sums[used] - share * self.weights[used]
         between = float((off**2).sum()) / count**2 * items / (items - 1)
-        return wilson(share, count / max(1.0, between / (share * (1 - share) / count)))
+        return max(1.0, between / (share * (1 - share) / count))
 
 
 def draws(items: int, seed: int, name: str, resamples: int = RESAMPLES) -> Draws:
@@ -122,19 +132,24 @@ def _student(freedom: int) -> float:
     return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * freedom)
 
 
-def within_noise(interval: tuple[float, float] | None, changed: int | None) -> bool:
+def within_noise(interval: tuple[float, float] | None, changed: float | None) -> bool:
     """Whether a difference may be chance.
 
-    changed: right or wrong answers that are others; None where any number may come of an item.
+    changed: `changed_answers`; None where any number may come of an item.
     """
     if interval is None or (changed is not None and changed < FEWEST_DIFFERING):
         return True
     return interval[0] <= 0 <= interval[1]
 
 
-def changed_answers(ours: Column, plain: Column) -> int:
-    """How many right or wrong answers are others, at least: an item's only count together."""
-    return int(np.abs(ours.sums - plain.sums).sum().round())
+def changed_answers(ours: Column, plain: Column) -> float:
+    """How many right or wrong answers are others, counted as independent ones.
+
+    An item's judgements only count together, and are divided by the design effect of the changes:
+    where conversations change as a whole or not at all, 3 that did are no 15 answers.
+    """
+    changes = Column(np.abs(ours.sums - plain.sums), ours.weights)
+    return float(changes.sums.sum()) / changes.design_effect()
 
 
 def differing_items(ours: Column, plain: Column) -> int:

@@ -151,3 +151,14 @@ def test_one_file_in_place_of_the_word_lists_is_refused(byte_tokenizer, tmp_path
     path.write_text("bread\nrain\n")
     with pytest.raises(EvaluationError, match=r"needs 3 files.*words\.txt; name the folder"):
         ruler.make(TaskSettings(path, tokenizer=byte_tokenizer))
+
+
+def test_each_length_is_asked_for_other_strings(data, characters):
+    made = ruler.make(TaskSettings(data, tokenizer=characters, lengths=(1500, 1700)))
+    asked = {}
+    for item in made.items():
+        asked.setdefault((item["kind"], item["length"]), set()).update(item["answers"])
+    for kind in KINDS:
+        if kind.startswith("niah"):
+            assert not asked[kind, 1500] & asked[kind, 1700]
+        assert asked[kind, 1500] != asked[kind, 1700]

@@ -108,3 +108,12 @@ def test_turns_without_room_are_refused(data, characters):
             turns.make(settings)
     with pytest.raises(EvaluationError, match="2 to 8 turns; got 9"):
         turns.TurnsSettings(turns=9)
+
+
+def test_each_length_tells_facts_of_its_own(data, characters):
+    made = turns.make(TaskSettings(data, tokenizer=characters, lengths=(LENGTH, 2 * LENGTH)))
+    told = {LENGTH: set(), 2 * LENGTH: set()}
+    for item in made.items():
+        told[item["length"]].update(question["answer"] for question in item["questions"])
+    assert all(told.values())
+    assert not told[LENGTH] & told[2 * LENGTH]

@@ -29,12 +29,13 @@ def _part(run: Run) -> Iterator[str]:
     if fraction < 1:
         yield (
             f"Only {fraction:.1%} of the items were asked (--fraction), and of each task at least "
-            "one: differences that more items would show are within noise here."
+            "one: differences that more items would show are within noise here, or of too few "
+            "items."
         )
     if limit is not None:
         yield (
             f"No more items were asked than --limit {limit} lets each task have: differences that "
-            "more items would show are within noise here."
+            "more items would show are within noise here, or of too few items."
         )
     for task, about in run.metrics["tasks"].items():
         lines = about.get("settings", {}).get("of_lines", 0)

@@ -22,6 +22,12 @@ from kvfold.evaluation.report import bare_table
 from kvfold.evaluation.tasks.registry import shown_name
 
 COLOURS = {"better": "green", "worse": "red"}
+AS_FAR_AS_TOLD = {
+    "same": "no item differs",
+    "within noise": "the difference is within noise",
+    "too few items": "too few items to tell a difference",
+}
+"""What is said of a rule that was not kept, by the verdict of its difference."""
 
 
 def figures_table(run: Run) -> Table:
@@ -117,6 +123,6 @@ def failures_table(checks: Sequence[Check]) -> Table:
                 escape(check.subject),
                 f"{check.rule.limit:.4g}",
                 f"{check.measured:.4g}",
-                "the difference is within noise" if check.within_noise else "",
+                AS_FAR_AS_TOLD.get(check.verdict or "", ""),
             )
     return table
