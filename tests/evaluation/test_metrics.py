@@ -330,3 +330,12 @@ def test_subjects_that_are_as_good_are_seldom_told_apart(drawn):
         made = figures(drawn(generator), drawn(generator))["a"]
         told += made.get("score", made["x"]).difference.verdict in ("higher", "lower")
     assert told / 300 <= 0.09
+
+
+def test_a_perplexity_is_at_least_one_however_few_windows_tell_it():
+    task = StatedTask({PLAIN: [{"loss": x} for x in (0.01, 0.02, 2.5)]})
+    task.summary = lambda answers: {
+        "perplexity": math.exp(sum(a.scores["loss"] for a in answers) / len(answers))
+    }
+    made = task_figures(task, task.all_answers(), seed=0)[PLAIN]["perplexity"]
+    assert made.interval[0] == 1 < made.value < made.interval[1]

@@ -238,10 +238,11 @@ class _Summed:
     def _interval(self, items: int) -> Interval:
         """Of a perplexity by its logarithm, as losses vary."""
         logarithms = PERPLEXITY.search(self.metric.lower()) and not (self.resampled <= 0).any()
+        low, high = _bounds(self.metric)
         if not logarithms or self.value <= 0:
-            bounds = _bounds(self.metric)
-            return resampled_interval(self.resampled, self.value, items, bounds)
-        found = resampled_interval(np.log(self.resampled), math.log(self.value), items)
+            return resampled_interval(self.resampled, self.value, items, (low, high))
+        bounds = math.log(low), high
+        found = resampled_interval(np.log(self.resampled), math.log(self.value), items, bounds)
         return None if found is None else (math.exp(found[0]), math.exp(found[1]))
 
     def paired(self, plain: _Summed) -> _Paired:
@@ -275,6 +276,8 @@ def _bounds(metric: str) -> tuple[float, float]:
         return 0.0, 1.0
     if COSINE.search(name):
         return -1.0, 1.0
+    if PERPLEXITY.search(name):
+        return 1.0, math.inf
     return (0.0 if LOWER_IS_BETTER.search(name) else -math.inf), math.inf
 
 
