@@ -91,7 +91,7 @@ def test_add_ons_that_may_have_folded_nothing_are_told():
     made = run_of({"t": [("acc", "accuracy", 0.6)]}, described)
     for differing, said in ((0, 1), (2, 0)):
         difference = {"differing": differing}
-        made.metrics["results"]["a"] = {"t": {"acc": {"difference": difference}}}
+        made.metrics["results"]["a"] = {"t": {"acc": {"kind": "accuracy", "difference": difference}}}
         notes = notes_of(made)
         assert len(notes) == said
     made.metrics["results"]["a"]["t"]["acc"]["difference"]["differing"] = 0
@@ -104,7 +104,11 @@ def test_add_ons_that_may_have_folded_nothing_are_told():
 def test_prompts_that_were_folded_are_not_called_too_short_to_be():
     described = {("a", "t"): answered({"anchors": 4, "window": 128})}
     made = run_of({"t": [("acc", "accuracy", 0.6)]}, described)
-    made.metrics["results"]["a"] = {"t": {"acc": {"difference": {"differing": 0}}}}
+    same, rounded = {"differing": 0}, {"differing": 1}
+    made.metrics["results"]["a"]["t"] = {
+        "acc": {"kind": "accuracy", "difference": same},
+        "perplexity": {"kind": "summary", "difference": rounded},
+    }
     (note,) = notes_of(dataclasses.replace(made, lengths={"t": (512, 2048)}))
     assert note == "t: every score of a is the plain model's."
 

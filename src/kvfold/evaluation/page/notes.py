@@ -80,8 +80,7 @@ def _same(run: Run) -> Iterator[str]:
     for task in run.metrics["tasks"]:
         same: dict[int, list[str]] = {}
         for name, plan in plans.items():
-            figures = run.metrics["results"][name].get(task, {}).values()
-            differing = [f["difference"]["differing"] for f in figures if f["difference"]]
+            differing = [told["differing"] for told in run.differences(name, task)]
             if differing and not any(differing):
                 same.setdefault(plan["anchors"] + plan["window"], []).append(name)
         for kept, names in same.items():

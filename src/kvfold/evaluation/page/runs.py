@@ -132,18 +132,28 @@ class Run:
         stored = {name: float(entry["stored_bytes"]) for name, entry in at.items()}
         return int(at[self.plain]["tokens"]), stored
 
+    def differences(self, name: str, task: str) -> list[Mapping[str, Any]]:
+        """How a subject's scores of a task differ from the plain model's.
+
+        Summaries are made of the same items, and only bring rounding of all together: they are
+        looked at where a task has nothing else.
+        """
+        figures = self.metrics["results"][name].get(task, {}).values()
+        told = [figure for figure in figures if figure["difference"]]
+        scores = [figure for figure in told if figure["kind"] != "summary"] or told
+        return [figure["difference"] for figure in scores]
+
     @property
     def unplotted(self) -> list[str]:
         """Tasks in which no score of any add-on is another than the plain model's.
 
         Mostly nothing was folded there, so that bytes of any length would belong to none of them.
         """
-        peers, results = self.metrics.get("peers", ()), self.metrics["results"]
+        peers = self.metrics.get("peers", ())
         addons = [n for n in self.subjects if n != self.plain and n not in peers]
         found: list[str] = []
         for task in self.metrics["tasks"]:
-            figures = [f for n in addons for f in results[n].get(task, {}).values()]
-            told = [f["difference"]["verdict"] for f in figures if f["difference"]]
+            told = [d["verdict"] for n in addons for d in self.differences(n, task)]
             if told and set(told) == {"same"}:
                 found.append(task)
         return found
