@@ -53,12 +53,12 @@ TINY_TASKS = ("perplexity", "recall", "turns", "fidelity")
 LIMITS = {
     "perplexity": 14,
     "lambada": 100,
-    "gsm8k": 4,
+    "gsm8k": 6,
     "ifeval": 8,
     "needle": 15,
     "ruler": 10,
-    "turns": 4,
-    "fidelity": 4,
+    "turns": 6,
+    "fidelity": 6,
 }
 """Items at most: of needles one a depth and length, of RULER one a kind and length."""
 
@@ -233,7 +233,8 @@ def main() -> None:
     tasks = [task for task in TASKS if whole or task not in SLOW]
     more: list[str | Path] = ["--data", chosen.data]
     more += ["--limit", ",".join(f"{task}={LIMITS[task]}" for task in tasks)]
-    more += ["--answer-tokens", f"ifeval={IFEVAL_TOKENS}"] if whole else []
+    if whole:
+        more += ["--answer-tokens", f"ifeval={IFEVAL_TOKENS}", "--chat-template", "ifeval"]
     more += [] if whole else ["--speed-lengths", "256"]
     if chosen.peers:
         skip = ",".join(task for task in SHORT if task in tasks)

@@ -28,7 +28,7 @@ def test_overrides_name_the_familys_class_and_carry_the_settings(tiny_config):
 
 
 def test_a_family_without_a_model_is_refused(tiny_config):
-    with pytest.raises(EngineSettingError, match=r"Qwen2, Qwen3, Qwen3\.5; this one is a Phi"):
+    with pytest.raises(EngineSettingError, match=r"Qwen3\.5, Qwen3\.5-MoE; this one is a Phi"):
         Settings("folder").overrides(tiny_config("phi3"))
 
 
