@@ -91,7 +91,9 @@ def test_add_ons_that_may_have_folded_nothing_are_told():
     made = run_of({"t": [("acc", "accuracy", 0.6)]}, described)
     for differing, said in ((0, 1), (2, 0)):
         difference = {"differing": differing}
-        made.metrics["results"]["a"] = {"t": {"acc": {"kind": "accuracy", "difference": difference}}}
+        made.metrics["results"]["a"] = {
+            "t": {"acc": {"kind": "accuracy", "difference": difference}}
+        }
         notes = notes_of(made)
         assert len(notes) == said
     made.metrics["results"]["a"]["t"]["acc"]["difference"]["differing"] = 0
