@@ -16,7 +16,8 @@ out is said here and in the report. `4x` to `16x` rebuild keys at every step, wh
 generated token after 1,000 others cost them some 0.3 seconds a row: so few items of GSM8K and
 IFEval are asked, and answers to IFEval end after 384 tokens instead of 1,280, for every subject. Of
 prompts as short as IFEval's and LAMBADA's a peer with the bytes of `4x` keeps everything (as `4x`
-itself does: anchors and window hold 132 tokens), so peers are not asked these. With --fraction
+itself does: anchors and window hold 132 tokens), so peers are not asked these; nor is the quantised
+cache, which would pack them, since tasks are left out for all peers at once. With --fraction
 SmolLM2 is not asked GSM8K, IFEval and turns.
 """
 
@@ -33,6 +34,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvfold.evaluation.cost import read_cost
+from kvfold.evaluation.environment import code_state
+
+MODELS = ("smollm2-135m", "tiny-hybrid")
 SMOLLM2 = ("ced-csa2", "qwen-compress", "4x", "8x", "16x")
 TINY_HYBRID = ("4x", "8x")
 SHIPPED = "tiny-hybrid-card"
@@ -154,14 +159,51 @@ def evaluate(
     return folder
 
 
-def remarks(chosen: argparse.Namespace, tasks: Sequence[str]) -> list[str]:
-    """What the page leaves out, for it to say."""
-    made = ["Samples are small: all of it is made in less than two hours on two cores."]
-    short = [task for task in SHORT if task in tasks]
-    if chosen.peers:
+def found_before(out: Path, addons: Path) -> list[str]:
+    """What an earlier run left that this one need not make again, in words."""
+    runs = [out / model for model in MODELS]
+    code = code_state()["sources"]
+    costs = [cost for folder in runs if (cost := read_cost(folder))]
+    found: list[str] = []
+    if any(any((folder / "predictions").glob("*/*.jsonl")) for folder in runs):
+        found.append("answers")
+    if any((cost.get("code") or {}).get("sources") == code for cost in costs):
+        found.append("costs")
+    if any(addons.glob("*/*/addon.json")):
+        found.append("fits")
+    return found
+
+
+def time_taken(seconds: float, found: Sequence[str]) -> str:
+    """How long it took, and what of it was there before."""
+    cores = os.cpu_count()
+    told = f"{seconds / 60:.0f} minutes on {cores} core{'' if cores == 1 else 's'}"
+    if found:
+        return f"Samples are small: it went on from an earlier run ({', '.join(found)}) for {told}."
+    return f"Samples are small: all of it, with its fits, was made in {told}."
+
+
+def remarks(
+    chosen: argparse.Namespace, tasks: Sequence[str], seconds: float, found: Sequence[str]
+) -> list[str]:
+    """What the page leaves out, for it to say.
+
+    seconds: that all took till here. found: by `found_before`.
+    """
+    made = [time_taken(seconds, found)]
+    short = " and ".join(task for task in SHORT if task in tasks)
+    names = chosen.peers.split(",") if chosen.peers else []
+    alike = [name for name in names if "=" in name]
+    others = [name for name in names if "=" not in name]
+    if alike:
         made.append(
-            f"Peers are not asked {' and '.join(short)}: with the bytes of 4x they keep all of "
-            "prompts that short."
+            f"{', '.join(alike)}: not asked {short}, since with so few bytes they still keep all "
+            "of prompts that short."
+        )
+    if others:
+        made.append(
+            f"{', '.join(others)}: not asked {short} either, though prompts that short would be "
+            "packed as well: a task is left out for all peers at once."
         )
     if left_out := [task for task in TASKS if task not in tasks]:
         made.append(
@@ -185,6 +227,7 @@ def main() -> None:
     started, machine = time.monotonic(), Machine(chosen.jobs)
     whole = chosen.fraction == 1
     chosen.out = chosen.out or Path("docs/report" if whole else "results/report/part")
+    found = found_before(chosen.out, chosen.addons)
     chosen.addons.mkdir(parents=True, exist_ok=True)
     folders = fitted(chosen, machine)
     tasks = [task for task in TASKS if whole or task not in SLOW]
@@ -202,7 +245,8 @@ def main() -> None:
         evaluate(chosen, machine, "tiny-hybrid", [SHIPPED, *folders["tiny-hybrid"]], TINY_TASKS),
     ]
     page = chosen.out / "report.html"
-    said = [word for remark in remarks(chosen, tasks) for word in ("--remark", remark)]
+    told = remarks(chosen, tasks, time.monotonic() - started, found)
+    said = [word for remark in told for word in ("--remark", remark)]
     run(*KVFOLD, "report", *runs, *said, "--out", page, "--markdown", page.with_suffix(".md"))
     print(f"\nAll of it: {(time.monotonic() - started) / 60:.1f} minutes", flush=True)
 

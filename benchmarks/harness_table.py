@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from kvfold.anatomy import anatomy
+from kvfold.evaluation.answer_files import codes
 from kvfold.evaluation.environment import environment
-from kvfold.evaluation.predictions import Predictions
+from kvfold.evaluation.predictions import Predictions, description_path
 from kvfold.evaluation.report import read_json, write_json
 from kvfold.evaluation.suite import Suite, run_suite
 from kvfold.evaluation.tasks.gsm8k import gsm8k
@@ -47,6 +48,9 @@ TINY = "recall"
 """Asked of the tiny hybrid, in whose language it is."""
 SHOTS_SEED = 1234
 """lm-eval's own default."""
+
+ABOUT = ("task", "items", "answered_by")
+"""What a row of the second table says beside its subjects."""
 
 LONGER_THAN_ALL = 4096
 CLOSE = 1e-3
@@ -151,14 +155,24 @@ def folds_nothing(model: Any) -> dict[str, AddOn]:
     }
 
 
+def answered_by(folder: Path, task: str, subjects: Sequence[str]) -> list[str]:
+    """The commits that made a run's answers, and not that which compares them now."""
+    made = (code for name in subjects for code in codes(description_path(folder, name, task)))
+    return list(dict.fromkeys(code["commit"] or "no commit" for code in made))
+
+
 def markdown(lines: Mapping[str, Sequence[Mapping[str, Any]]], tokens: int, command: str) -> str:
     """Both tables."""
+    by_commit: dict[str, list[str]] = {}
+    for row in lines["folding_nothing"]:
+        by_commit.setdefault(", ".join(row["answered_by"]), []).append(row["task"])
+    made = "; ".join(f"{', '.join(tasks)}: {commits}" for commits, tasks in by_commit.items())
     text = [
         "# The suite beside lm-eval's own model, and folding that folds nothing",
         "",
         f"SmolLM2-135M in float32 ({TINY}: the tiny hybrid), one item in a pass; answers to GSM8K",
         f"and IFEval end after {tokens} new tokens; [harness.json](harness.json), made by",
-        f"`{command}`.",
+        f"`{command}`. The suite's answers were made by the commits {made}.",
         "",
         "## The plain model: suite and lm-eval's `hf`, item by item",
         "",
@@ -175,7 +189,7 @@ def markdown(lines: Mapping[str, Sequence[Mapping[str, Any]]], tokens: int, comm
         "In brackets how far the items' other numbers (losses, cosines) are apart at most.",
         "",
     ]
-    names = [n for n in (lines["folding_nothing"] or [{}])[0] if n not in ("task", "items")]
+    names = [n for n in (lines["folding_nothing"] or [{}])[0] if n not in ABOUT]
     text += [f"| task | items | {' | '.join(names)} |", f"|---|{'--:|' * (1 + len(names))}"]
     for row in lines["folding_nothing"]:
         cells = (f"{row[name]['same']} ({row[name]['numbers_apart']:.1e})" for name in names)
@@ -217,7 +231,9 @@ def main() -> None:
             (plain, *_) = answers.values()
             lines["harness"].append({"task": name, **compared(task.items(), plain, samples)})
             print(lines["harness"][-1], flush=True)
-        lines["folding_nothing"].append(folding_nothing(name, answers))
+        commits = answered_by(folder, task.name, list(answers))
+        nothing = folding_nothing(name, answers)
+        lines["folding_nothing"].append({**nothing, "answered_by": commits})
         print(lines["folding_nothing"][-1], flush=True)
         here = environment()
         write_json(chosen.out / "harness.json", {**here, "answer_tokens": chosen.tokens, **lines})

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvfold.anatomy import anatomy
+from kvfold.evaluation.environment import code_state
 from kvfold.evaluation.peers.spec import check_likes, parse_peers
+from kvfold.evaluation.predictions import Predictions
 from kvfold.evaluation.tasks.registry import task_names
 from kvfold.presets import PRESETS
 
@@ -233,12 +238,60 @@ def test_an_add_on_that_does_not_come_along_is_taken_from_a_folder(distil_table,
     assert distil_table.is_at_hand(distil_table.EIGHT, None)
 
 
-def test_the_full_report_asks_what_there_is():
-    report = _loaded("full_report")
+@pytest.fixture(scope="module")
+def report():
+    yield _loaded("full_report")
+    del sys.modules["full_report"]
+
+
+def test_the_full_report_asks_what_there_is(report):
     tasks = {*report.TASKS, *report.TINY_TASKS}
     assert tasks <= set(task_names())
     assert set(report.LIMITS) == set(report.TASKS)
     assert {*report.SLOW, *report.SHORT} <= set(report.TASKS)
     assert {*report.SMOLLM2, *report.TINY_HYBRID} <= set(PRESETS)
     check_likes(parse_peers(report.PEERS), report.SMOLLM2)
-    del sys.modules["full_report"]
+
+
+def test_the_full_report_says_how_long_it_took_and_why_peers_are_not_asked(report):
+    chosen = argparse.Namespace(peers="snapkv=4x,quantized-4bit", fraction=1.0)
+    time, alike, packed = report.remarks(chosen, report.TASKS, 61 * 60.0, [])
+    assert f"was made in 61 minutes on {os.cpu_count()} core" in time
+    assert alike.startswith("snapkv=4x: not asked lambada and ifeval")
+    assert packed.startswith("quantized-4bit: not asked") and "would be packed" in packed
+    chosen.peers = ""
+    (time,) = report.remarks(chosen, report.TASKS, 120.0, ["answers", "fits"])
+    assert "went on from an earlier run (answers, fits) for 2 minutes" in time
+
+
+def test_the_full_report_knows_what_an_earlier_run_left(report, tmp_path):
+    out, addons = tmp_path / "out", tmp_path / "addons"
+    assert report.found_before(out, addons) == []
+    run = out / report.MODELS[0]
+    answers = run / "predictions" / "plain" / "needle.jsonl"
+    answers.parent.mkdir(parents=True)
+    cost = {"digest": "", "machine": {}, "settings": {}, "subjects": {}}
+    other = {"commit": None, "sources": "0" * 64}
+    (run / "cost.json").write_text(json.dumps({**cost, "code": other}))
+    assert report.found_before(out, addons) == []
+    (run / "cost.json").write_text(json.dumps({**cost, "code": code_state()}))
+    answers.write_text("")
+    assert report.found_before(out, addons) == ["answers", "costs"]
+    (addons / "tiny-hybrid" / "4x").mkdir(parents=True)
+    (addons / "tiny-hybrid" / "4x" / "addon.json").write_text("{}")
+    assert report.found_before(out, addons)[-1] == "fits"
+
+
+def test_the_harness_table_names_the_commits_that_answered(tmp_path):
+    table = _loaded("harness_table")
+    del sys.modules["harness_table"]
+    for name, commit in (("a", "c0ffee"), ("b", None)):
+        code = {"commit": commit, "sources": "0" * 64}
+        made = Predictions(tmp_path, name, "needle", {}, ["1"], 1, code)
+        made.open()
+    assert table.answered_by(tmp_path, "needle", ["a", "b"]) == ["c0ffee", "no commit"]
+    row = {"task": "needle", "items": 1, "answered_by": ["c0ffee"]}
+    row["identity"] = {"same": 1, "numbers_apart": 0.0}
+    text = table.markdown({"harness": [], "folding_nothing": [row]}, 8, "command")
+    assert "made by the commits needle: c0ffee." in text
+    assert "| task | items | identity |" in text

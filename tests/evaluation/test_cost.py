@@ -54,3 +54,22 @@ def test_what_is_measured_already_is_not_measured_again(
     (tmp_path / "cost.json").write_text("[]")
     with pytest.raises(EvaluationError, match=r"cost\.json must be a JSON object"):
         write_cost(tmp_path, model, {}, settings)
+
+
+def test_what_other_code_measured_is_measured_again(tiny_model, tmp_path, monkeypatch):
+    model, settings = tiny_model("llama"), CostSettings(lengths=(64,), speed_lengths=())
+    old, new = ({"commit": c, "sources": c * 32} for c in ("aa", "bb"))
+    monkeypatch.setattr(cost, "code_state", lambda: old)
+    assert write_cost(tmp_path, model, {}, settings)["code"] == old
+    monkeypatch.setattr(cost, "code_state", lambda: {**old, "commit": "docs only"})
+    assert write_cost(tmp_path, model, {}, settings)["code"] == old
+    monkeypatch.setattr(cost, "code_state", lambda: new)
+    assert write_cost(tmp_path, model, {}, settings)["code"] == new
+
+
+def test_what_a_release_measured_that_kept_no_code_is_measured_again(tiny_model, tmp_path):
+    model, settings = tiny_model("llama"), CostSettings(lengths=(64,), speed_lengths=())
+    made = write_cost(tmp_path, model, {}, settings)
+    older = {name: value for name, value in made.items() if name != "code"}
+    (tmp_path / "cost.json").write_text(json.dumps(older))
+    assert write_cost(tmp_path, model, {}, settings) == made

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvfold.anatomy import anatomy
 from kvfold.evaluation.configuration import describe_addon, describe_model, digest
-from kvfold.evaluation.environment import environment
+from kvfold.evaluation.environment import code_state, environment
 from kvfold.evaluation.memory import Memory, memory_at
 from kvfold.evaluation.peers.peer import Peer
 from kvfold.evaluation.report import read_json, write_json
@@ -93,6 +93,9 @@ def write_cost(
 ) -> dict[str, Any]:
     """`cost_of` in a run folder's `cost.json`; what is there of the same subjects is kept.
 
+    But not what other sources of kvfold measured: they may be faster, or store other bytes. A
+    commit that changes no source of the package leaves it as it is.
+
     described_model: by `describe_model`, where it is known already: it reads all weights.
     """
     path = folder / COST_FILE
@@ -102,10 +105,11 @@ def write_cost(
     asked_peers = {name: peer.describe() for name, peer in (peers or {}).items()}
     key = _key(plain, described, asdict(settings), seed, machine, asked_peers)
     before = read_cost(folder)
-    if before.get("digest") == key:
+    code, measured_by = code_state(), before.get("code") or {}
+    if before.get("digest") == key and measured_by.get("sources") == code["sources"]:
         return before
     made = cost_of(model, candidates, settings, seed=seed, peers=peers, on_progress=on_progress)
-    data = {"digest": key, "machine": machine, **made}
+    data = {"digest": key, "machine": machine, "code": code, **made}
     write_json(path, data)
     return read_json(path)
 
@@ -150,7 +154,10 @@ def _key(
     machine: Mapping[str, Any],
     peers: Mapping[str, Any],
 ) -> str:
-    """The digest of all that a cost depends on."""
+    """The digest of all that a cost depends on but the code, which lies beside it in the file.
+
+    So a report of a later kvfold shows what an earlier one measured, and names its commit.
+    """
     asked: list[Any] = [{**model, "tokenizer": None}, addons, settings, seed, machine]
     if peers:
         asked.append(peers)

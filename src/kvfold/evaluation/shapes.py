@@ -171,10 +171,11 @@ class _SubjectCost(Shape):
 
 
 class CostShape(Shape):
-    """`cost.json`."""
+    """`cost.json`. `code` is lacking where older releases wrote it."""
 
     digest: str
     machine: dict[str, Any]
+    code: _Code | None = None
     settings: dict[str, Any]
     subjects: dict[str, _SubjectCost]
 

@@ -91,12 +91,28 @@ def test_add_ons_that_may_have_folded_nothing_are_told():
     made = run_of({"t": [("acc", "accuracy", 0.6)]}, described)
     for differing, said in ((0, 1), (2, 0)):
         difference = {"differing": differing}
-        made.metrics["results"]["a"] = {"t": {"acc": {"difference": difference}}}
+        made.metrics["results"]["a"] = {
+            "t": {"acc": {"kind": "accuracy", "difference": difference}}
+        }
         notes = notes_of(made)
         assert len(notes) == said
     made.metrics["results"]["a"]["t"]["acc"]["difference"]["differing"] = 0
     assert "every score of a is the plain model's" in notes_of(made)[0]
     assert "up to 132 tokens" in notes_of(made)[0]
+    short = dataclasses.replace(made, lengths={"t": (100, 132)})
+    assert "up to 132 tokens" in notes_of(short)[0]
+
+
+def test_prompts_that_were_folded_are_not_called_too_short_to_be():
+    described = {("a", "t"): answered({"anchors": 4, "window": 128})}
+    made = run_of({"t": [("acc", "accuracy", 0.6)]}, described)
+    same, rounded = {"differing": 0}, {"differing": 1}
+    made.metrics["results"]["a"]["t"] = {
+        "acc": {"kind": "accuracy", "difference": same},
+        "perplexity": {"kind": "summary", "difference": rounded},
+    }
+    (note,) = notes_of(dataclasses.replace(made, lengths={"t": (512, 2048)}))
+    assert note == "t: every score of a is the plain model's."
 
 
 def test_answers_of_other_code_are_named():
@@ -106,6 +122,29 @@ def test_answers_of_other_code_are_named():
     (note,) = notes_of(run_of(described=other))
     assert "(beef, sources 111111111111; the others by c0ffee" in note
     assert note.endswith("): t of a.")
+
+
+def test_answers_of_another_commit_than_the_runs_are_named():
+    described = {(PLAIN, task): answered() for task in ("t", "u")}
+    run = dataclasses.replace(run_of(described=described), about={"commit": "beef"})
+    (note,) = notes_of(run)
+    assert note.startswith("Answered by commit c0ffee") and note.endswith("start: all answers.")
+    assert "beef" in note
+    described["a", "t"] = answered(commit="beef")
+    (note,) = notes_of(dataclasses.replace(run, described=described))
+    assert note.endswith(": t of no compression, u of no compression.")
+    assert notes_of(dataclasses.replace(run, about={"commit": "c0ffee"}, described={})) == ()
+
+
+def test_the_commit_that_measured_costs_is_named_where_it_is_not_the_runs():
+    run = dataclasses.replace(run_of(), about={"commit": "beef"})
+    code = {"commit": "beef", "sources": "0" * 64}
+    assert notes_of(dataclasses.replace(run, cost={"code": code})) == ()
+    older = dataclasses.replace(run, cost={"code": {**code, "commit": "c0ffee"}})
+    (note,) = notes_of(older)
+    assert note.startswith("Bytes and times were measured by commit c0ffee, and not by beef")
+    (note,) = notes_of(dataclasses.replace(run, cost={"subjects": {}}))
+    assert "no commit beside them" in note
 
 
 def test_tasks_that_peers_are_not_asked_are_told_once_for_all_of_them():

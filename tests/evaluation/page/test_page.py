@@ -16,6 +16,7 @@ from kvfold.evaluation.page.charts import DOT, apart, nice_steps, pareto_front, 
 from kvfold.evaluation.page.html import render_page
 from kvfold.evaluation.page.markdown import render_markdown
 from kvfold.evaluation.page.runs import leaves, read_run
+from kvfold.evaluation.page.table import cost_tables
 from kvfold.evaluation.runner import PLAIN
 from kvfold.evaluation.suite import Suite, run_suite
 from kvfold.plan import Plan
@@ -159,6 +160,58 @@ def test_tables_pictures_and_the_needles_are_there(folder, page):
     assert "within noise" in page
     assert any(name == "class" and value == "front" for name, value in read.attributes)
     assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+
+
+def test_bytes_are_given_at_the_length_that_is_nearest_to_what_items_read(folder):
+    run = read_run(folder)
+    assert run.lengths == {"needle": (24,) * 16, "other": (24,) * 8}
+    assert run.sizes()[0] == 64
+    long = dataclasses.replace(run, lengths={"needle": (24, 512, 512), "other": (200,)})
+    assert long.sizes()[0] == 256
+    assert dataclasses.replace(run, lengths={}).sizes()[0] == 256  # the middle
+    assert "stored at 64 tokens" in Reader(render_page([run])).within("th")
+    assert "bytes of one row at 64 tokens" in render_markdown([run])
+
+
+def test_the_lengths_of_a_tasks_settings_are_known_without_answers(tiny_model, tmp_path):
+    tasks = (
+        NextTokenTask("t", items=3, lengths=[512, 1024]),
+        NextTokenTask("turns", items=3, lengths=[192], turns=6),
+        NextTokenTask("untold", items=3),
+    )
+    run_suite(Suite(tiny_model("llama"), None, {}, tasks), tmp_path)
+    told = {"t": (512, 1024), "turns": (1152,)}
+    assert read_run(tmp_path).lengths == told | {"untold": (24,) * 3}
+    for answers in (tmp_path / "predictions").glob("*/*.jsonl"):
+        answers.unlink()
+    assert read_run(tmp_path).lengths == told
+
+
+def test_no_plot_is_drawn_where_every_add_on_scores_as_the_plain_model(folder):
+    run = read_run(folder)
+    metrics = json.loads(json.dumps(run.metrics))
+    assert run.unplotted == []
+    for name in run.subjects[1:]:
+        for figure in metrics["results"][name]["other"].values():
+            figure["difference"]["verdict"] = "same"
+    alike = dataclasses.replace(run, metrics=metrics)
+    assert alike.unplotted == ["other"]
+    read = Reader(render_page([alike]))
+    assert read.tags.count("svg") == 4 - 1
+    assert any(text.startswith("Not drawn: other.") for text in read.within("p"))
+    assert "Not drawn" not in render_page([run])
+
+
+def test_times_stand_with_their_dtype_and_threads(folder):
+    run = read_run(folder)
+    threads = run.cost["machine"]["torch_threads"]
+    said = f"one row in float32, {threads} thread{'' if threads == 1 else 's'}"
+    assert run.timed == said
+    assert f"{said}, measured in turns on the machine above" in Reader(render_page([run])).within(
+        "small"
+    )
+    assert said in str(cost_tables(run)[1].caption)
+    assert dataclasses.replace(run, about={}, cost={}).timed == "one row"
 
 
 def test_several_runs_stand_on_one_page(folder):

@@ -43,6 +43,7 @@ def render_page(runs: Sequence[Run], remarks: Sequence[str] = ()) -> str:
         raw=_raw,
         task_name=shown_name,
     )
+    environment.filters["task_name"] = shown_name
     script = _part("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("page.html.jinja").render(
@@ -70,6 +71,7 @@ def _view(number: int, run: Run) -> dict[str, Any]:
         "headlines": run.headlines(),
         "sizes": run.sizes(),
         "plots": _plots(run, numbers),
+        "unplotted": run.unplotted if run.sizes() else [],
         "layers": _layers(run, numbers),
         "needles": {name: _grid(cells) for name, cells in run.needles.items()},
         "tables": {task: run.metric_names(task) for task in run.metrics["tasks"]},
@@ -93,6 +95,7 @@ def _plots(run: Run, numbers: Mapping[str, int]) -> list[Plot]:
             f"{shown_name(task)}: {metric}", run.figures(task, metric), sizes, tokens, numbers
         )
         for task, metric in run.headlines()
+        if task not in run.unplotted
     )
     return [plot for plot in made if plot is not None]
 

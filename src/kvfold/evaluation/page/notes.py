@@ -81,16 +81,17 @@ def _same(run: Run) -> Iterator[str]:
     for task in run.metrics["tasks"]:
         same: dict[int, list[str]] = {}
         for name, plan in plans.items():
-            figures = run.metrics["results"][name].get(task, {}).values()
-            differing = [f["difference"]["differing"] for f in figures if f["difference"]]
+            differing = [told["differing"] for told in run.differences(name, task)]
             if differing and not any(differing):
                 same.setdefault(plan["anchors"] + plan["window"], []).append(name)
         for kept, names in same.items():
-            yield (
-                f"{shown_name(task)}: every score of {', '.join(names)} is the plain model's. "
-                f"Texts of up to {kept} tokens (anchors and window) are not folded at all; longer "
-                "ones tell more."
-            )
+            told = f"{shown_name(task)}: every score of {', '.join(names)} is the plain model's."
+            if max(run.lengths.get(task, (0,))) <= kept:
+                told += (
+                    f" Texts of up to {kept} tokens (anchors and window) are not folded at all; "
+                    "longer ones tell more."
+                )
+            yield told
 
 
 def _exact(run: Run) -> Iterator[str]:
@@ -115,12 +116,23 @@ def _plans(run: Run) -> dict[str, Mapping[str, Any]]:
 
 
 def _code(run: Run) -> Iterator[str]:
-    """Pairs whose answers were made by other code than most."""
+    """Pairs whose answers were made by another commit than the run's, or by other code than most.
+
+    The run's commit is that of its last start, which may have found answers of earlier ones.
+    """
     by_code: dict[str, list[str]] = {}
+    earlier: dict[str, list[str]] = {}
+    ours = run.about.get("commit")
     for (subject, task), described in run.described.items():
         for code in described.get("code", ()):
             words = f"{code['commit'] or 'no commit'}, sources {code['sources'][:12]}"
-            by_code.setdefault(words, []).append(f"{shown_name(task)} of {subject}")
+            here = by_code if ours is None or code["commit"] == ours else earlier
+            here.setdefault(words, []).append(f"{shown_name(task)} of {subject}")
+    for words, pairs in earlier.items():
+        yield (
+            f"Answered by commit {words}, and not by {ours}, the run's last start: "
+            f"{'all answers' if len(pairs) == len(run.described) else _listed(pairs)}."
+        )
     if len(by_code) < 2:
         return
     most = max(by_code, key=lambda words: len(by_code[words]))
@@ -152,4 +164,17 @@ def _cost(run: Run) -> Iterator[str]:
         yield (
             "What the subjects cost was measured of another configuration, in the same folder, and "
             "is left out; the same command again measures it anew."
+        )
+    if not run.cost:
+        return
+    code, ours = run.cost.get("code"), run.about.get("commit")
+    if code is None:
+        yield (
+            "Bytes and times were measured by a kvfold that kept no commit beside them, and may be "
+            "of other code than the answers; the same command again measures them anew."
+        )
+    elif ours is not None and code["commit"] != ours:
+        yield (
+            f"Bytes and times were measured by commit {code['commit'] or 'unknown'}, and not by "
+            f"{ours}, the run's last start."
         )

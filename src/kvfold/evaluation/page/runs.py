@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ class Run:
     """One run folder. cost is empty where no cost was measured, or only of another configuration.
 
     other_cost: whether there is one of another configuration. needles: cells by subject, of the
-    task `needle`. described: what lies beside the answers of each subject to each task.
+    task `needle`. described: what lies beside the answers of each subject to each task. lengths:
+    of what the items of a task have read, in tokens, for each task that tells them.
     """
 
     folder: Path
@@ -49,6 +51,7 @@ class Run:
     needles: Mapping[str, tuple[Cell, ...]]
     described: Mapping[tuple[str, str], Mapping[str, Any]]
     other_cost: bool = False
+    lengths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -111,14 +114,58 @@ class Run:
         return found
 
     def sizes(self) -> tuple[int, dict[str, float]] | None:
-        """The middle length of those that bytes are known at, and each subject's bytes there."""
+        """The length that is nearest to what items read, and each subject's bytes there.
+
+        Of the lengths that bytes are known at; the middle one where no task tells its lengths.
+        What items read is the median of the tasks' own medians, so that no task of many items
+        speaks for all.
+        """
         subjects = self.cost.get("subjects", {})
         if not all(subjects.get(name, {}).get("memory") for name in self.subjects):
             return None
-        spot = len(subjects[self.plain]["memory"]) // 2
+        memory = subjects[self.plain]["memory"]
+        spot = len(memory) // 2
+        if self.lengths:
+            read = statistics.median(map(statistics.median, self.lengths.values()))
+            spot = min(range(len(memory)), key=lambda index: abs(memory[index]["tokens"] - read))
         at = {name: subjects[name]["memory"][spot] for name in self.subjects}
         stored = {name: float(entry["stored_bytes"]) for name, entry in at.items()}
         return int(at[self.plain]["tokens"]), stored
+
+    def differences(self, name: str, task: str) -> list[Mapping[str, Any]]:
+        """How a subject's scores of a task differ from the plain model's.
+
+        Summaries are made of the same items, and only bring rounding of all together: they are
+        looked at where a task has nothing else.
+        """
+        figures = self.metrics["results"][name].get(task, {}).values()
+        told = [figure for figure in figures if figure["difference"]]
+        scores = [figure for figure in told if figure["kind"] != "summary"] or told
+        return [figure["difference"] for figure in scores]
+
+    @property
+    def unplotted(self) -> list[str]:
+        """Tasks in which no score of any add-on is another than the plain model's.
+
+        Mostly nothing was folded there, so that bytes of any length would belong to none of them.
+        """
+        peers = self.metrics.get("peers", ())
+        addons = [n for n in self.subjects if n != self.plain and n not in peers]
+        found: list[str] = []
+        for task in self.metrics["tasks"]:
+            told = [d["verdict"] for n in addons for d in self.differences(n, task)]
+            if told and set(told) == {"same"}:
+                found.append(task)
+        return found
+
+    @property
+    def timed(self) -> str:
+        """How times were measured, as `one row in float32, 2 threads`, as far as it is known."""
+        dtype = self.about.get("model", {}).get("dtype")
+        threads = self.cost.get("machine", {}).get("torch_threads")
+        row = "one row" if dtype is None else f"one row in {dtype}"
+        unit = "thread" if threads == 1 else "threads"
+        return row if threads is None else f"{row}, {threads} {unit}"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -169,6 +216,7 @@ def read_run(folder: Path) -> Run:
         needles={name: cells for name in subjects if (cells := tuple(_cells(folder, name)))},
         described=described,
         other_cost=not ours,
+        lengths={t: found for t in metrics["tasks"] if (found := _lengths(folder, metrics, t))},
     )
 
 
@@ -185,10 +233,42 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(value, f"{path} › {key}" if path else str(key))
 
 
+def _lengths(folder: Path, metrics: Mapping[str, Any], task: str) -> tuple[int, ...]:
+    """Tokens that items of a task read, as its settings tell, or else the plain model's answers.
+
+    The settings come first: they lie in a published run, whose answers do not. A conversation has
+    read all of its turns at its end.
+    """
+    settings = metrics["tasks"][task].get("settings", {})
+    lengths: Any = settings.get("lengths")
+    if not lengths:
+        path = folder / PREDICTIONS / safe_name(metrics["plain"]) / f"{safe_name(task)}.jsonl"
+        lengths = [answer["said"].get("length") for _, answer in _answers(path)]
+    turns = settings.get("turns", 1)
+    known = isinstance(lengths, list) and all(type(n) is int for n in (turns, *lengths))
+    return tuple(length * turns for length in lengths) if known else ()
+
+
 def _cells(folder: Path, subject: str) -> Iterator[Cell]:
     """Right answers by length and depth, of answers that say both."""
     path = folder / PREDICTIONS / safe_name(subject) / f"{NEEDLE}.jsonl"
     judged: dict[tuple[int, float], list[bool]] = {}
+    for number, answer in _answers(path):
+        said, scores = answer["said"], answer["scores"]
+        right = [score for score in scores.values() if isinstance(score, bool)]
+        if not right or not {"length", "depth"} <= said.keys():
+            continue
+        try:
+            place = (int(said["length"]), float(said["depth"]))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise _no_answer(path, number, error) from None
+        judged.setdefault(place, []).append(right[0])
+    for (length, depth), answers in sorted(judged.items()):
+        yield Cell(length, depth, sum(answers), len(answers))
+
+
+def _answers(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every answer of a file with the number of its line; none where there is no file."""
     if not path.exists():
         return
     try:
@@ -198,16 +278,14 @@ def _cells(folder: Path, subject: str) -> Iterator[Cell]:
     for number, line in enumerate(lines, start=1):
         try:
             answer = json.loads(line)
-            check_shape(answer, AnswerShape, f"{path}:{number}", ANEW)
-            said, scores = answer["said"], answer["scores"]
-            right = [score for score in scores.values() if isinstance(score, bool)]
-            if right and {"length", "depth"} <= said.keys():
-                place = (int(said["length"]), float(said["depth"]))
-                judged.setdefault(place, []).append(right[0])
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise EvaluationError(
-                f"{path}:{number} must be an answer as JSON ({type(error).__name__}: {error}); "
-                "delete the file and run the same command again"
-            ) from None
-    for (length, depth), answers in sorted(judged.items()):
-        yield Cell(length, depth, sum(answers), len(answers))
+        except (ValueError, RecursionError) as error:
+            raise _no_answer(path, number, error) from None
+        check_shape(answer, AnswerShape, f"{path}:{number}", ANEW)
+        yield number, answer
+
+
+def _no_answer(path: Path, number: int, error: Exception) -> EvaluationError:
+    return EvaluationError(
+        f"{path}:{number} must be an answer as JSON ({type(error).__name__}: {error}); delete the "
+        "file and run the same command again"
+    )

@@ -62,8 +62,8 @@ def cost_tables(run: Run) -> list[Table]:
     subjects = run.cost.get("subjects", {})
     sizes = bare_table(caption="bytes of one row in bfloat16; add-on: its weights")
     times = bare_table(
-        caption="one row, measured in turns; first token: from an empty cache on; peak: memory "
-        "above the model's own"
+        caption=f"{run.timed}, measured in turns; first token: from an empty cache on; peak: "
+        "memory above the model's own"
     )
     for table, headings in (
         (sizes, ("tokens", "stored", "smaller", "in memory", "smaller", "add-on")),
