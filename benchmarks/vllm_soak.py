@@ -5,8 +5,8 @@ nearly as likely. Clients stream or not and some leave early. Memory is that of 
 processes, compared after a warm-up of the same load and after the run. It may grow where something
 was reserved before and is first written to, such as blocks of the pool: a mapping that has the same
 bounds then and now can't hold more than it was made for, so what it grew by is told apart. What
-counts is the rest. For each new number of tokens in a step oneDNN keeps a product of matrices, which
-`ONEDNN_PRIMITIVE_CACHE_CAPACITY` bounds here, or growth would tell of that.
+counts is the rest. For each new number of tokens in a step oneDNN keeps kernels for its products,
+whose number `ONEDNN_PRIMITIVE_CACHE_CAPACITY` bounds here, or growth would tell of them.
 
     $KVFOLD_VLLM_ENV/bin/python benchmarks/vllm_soak.py [MODEL] [--addon DIR] [-- vLLM's arguments]
 
