@@ -5,7 +5,8 @@ nearly as likely. Clients stream or not and some leave early. Memory is that of 
 processes, compared after a warm-up of the same load and after the run. It may grow where something
 was reserved before and is first written to, such as blocks of the pool: a mapping that has the same
 bounds then and now can't hold more than it was made for, so what it grew by is told apart. What
-counts is the rest.
+counts is the rest. For each new number of tokens in a step oneDNN keeps kernels for its products,
+whose number `ONEDNN_PRIMITIVE_CACHE_CAPACITY` bounds here, or growth would tell of them.
 
     $KVFOLD_VLLM_ENV/bin/python benchmarks/vllm_soak.py [MODEL] [--addon DIR] [-- vLLM's arguments]
 
@@ -43,6 +44,7 @@ VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_PLUGINS": "kvfold",
     "VLLM_NO_USAGE_STATS": "1",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
 }
 GROWTH_BYTES = 64 * 2**20
 """What memory may grow by after the warm-up, beside what was reserved by then: three processes,
