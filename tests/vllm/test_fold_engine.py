@@ -32,7 +32,8 @@ LENGTHS = (300, 150, 33, 7)
 
 
 @pytest.mark.parametrize(
-    ("family", "eager"), [("llama", True), ("qwen3", False), ("qwen3_moe", True)]
+    ("family", "eager"),
+    [("llama", True), ("qwen3", False), ("qwen3_moe", True), ("qwen2", True), ("mistral", True)],
 )
 def test_greedy_tokens_equal_the_runtime_on_every_axis(
     family, eager, tiny_folder, random_addon, prompts, engine, generate, folded_reference

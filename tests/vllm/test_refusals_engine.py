@@ -42,6 +42,12 @@ def test_settings_and_bases_that_do_not_fit_are_refused(tiny_folder, random_addo
         ({"kv_cache_dtype": "fp8"}, "don't run with kv_cache_dtype=fp8"),
         ({"kv_transfer_config": transfer}, "don't run with KV transfer"),
         ({"speculative_config": drafts}, "don't run with speculative decoding"),
+        ({"quantization": "fp8"}, "don't run with quantised weights"),
+        ({"data_parallel_size": 2}, "don't run with data parallelism"),
+        (
+            {"ubatch_size": 2, "all2all_backend": "deepep_low_latency"},
+            "don't run with dual batch overlap",
+        ),
         ({"load_format": "sharded_state"}, "don't run with load_format=sharded_state"),
         ({"enable_lora": True}, "don't run with LoRA adapters"),
         ({"plan": {"prefill_attention": "exact"}}, "prefill_attention: folded"),

@@ -109,3 +109,32 @@ def test_blocks_that_no_later_step_reads_are_left_out_and_no_token_changes(
     cramped = drive(started, given[1:], 60)
     assert cramped.preempted > 0
     assert cramped.tokens == expected[1:]
+
+
+LATE = {
+    "anchors": 4,
+    "window": 32,
+    "depth": [{"method": "latent", "layers": [4, 5, 6, 7], "rank": 96}],
+}
+SOON = {**LATE, "depth": [{"method": "csa2", "source": 4, "readers": [5, 6, 7]}]}
+
+
+@pytest.mark.parametrize("plan", [LATE, SOON], ids=["late", "early"])
+def test_prompts_that_come_at_once_share_only_what_is_written(
+    plan, tiny_folder, random_addon, prompts, engine, folded_reference
+):
+    """vLLM finds another request's blocks from the step on that writes them."""
+    model, folder = tiny_folder("llama")
+    plan = Plan.from_dict(plan)
+    addon, saved = random_addon(model, plan)
+    first, *others = prompts((300, 300, 280, 290))
+    expected = folded_reference(model, addon, plan, [first], 8).tokens
+    started = engine(
+        folder, model.config, saved, enable_prefix_caching=True, max_num_batched_tokens=512
+    )
+    drive(started, others, 8)  # leaves rows of its own in the blocks
+    assert started.reset_prefix_cache()
+    run = drive(started, [first] * 3, 8)
+    assert run.tokens == expected * 3
+    assert run.cached[0] == 0
+    assert min(run.cached[1:]) > 0

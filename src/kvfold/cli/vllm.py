@@ -28,6 +28,8 @@ CHUNK = 512
 """Tokens of a step where layers fold: exact rows of what is under way cost memory. Where prompts
 skip layers larger steps skip more, and vLLM's own number stays."""
 PLUGINS = "VLLM_PLUGINS"
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""Which of its two model runners vLLM uses; the plugin was made for the first."""
 
 
 def register(app: typer.Typer) -> None:
@@ -67,6 +69,7 @@ def serve_command(
     require_vllm()
     if PLUGINS in os.environ and "kvfold" not in os.environ[PLUGINS].split(","):
         os.environ[PLUGINS] = f"{os.environ[PLUGINS]},kvfold"
+    os.environ.setdefault(RUNNER, "0")
     os.execv(command[0], command)  # noqa: S606 (becomes the server, so that signals reach it)
 
 

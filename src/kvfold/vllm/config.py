@@ -65,11 +65,24 @@ def check_engine(vllm_config: Any) -> None:
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA adapters beside the add-on's own": vllm_config.lora_config is not None,
         "KV transfer": vllm_config.kv_transfer_config is not None,
-        "a quantised checkpoint": vllm_config.quant_config is not None,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "quantised weights": bool(
+            vllm_config.model_config.quantization or vllm_config.quant_config
+        ),
         f"kv_cache_dtype={cache.cache_dtype}": cache.cache_dtype not in ("auto", None),
         f"load_format={load_format}": load_format in PAST_CHECKS,
         "KV offloading": bool(getattr(cache, "kv_offloading_size", None)),
-        "dual batch overlap": bool(getattr(parallel, "enable_dbo", False)),
+        "dual batch overlap": bool(parallel.use_ubatching),
+        "routed experts among its outputs": bool(
+            getattr(
+                getattr(vllm_config, "aux_output_config", None),
+                "enable_return_routed_experts",
+                False,
+            )
+        ),
+        "vLLM's second model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": bool(
+            vllm_config.use_v2_model_runner
+        ),
         "another runner than generate": vllm_config.model_config.runner_type != "generate",
         "disable_hybrid_kv_cache_manager": bool(
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager

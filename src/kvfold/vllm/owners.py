@@ -150,7 +150,11 @@ class RowOwner(nn.Module, AttentionLayerBase):
         shared = vllm_config.cache_config.enable_prefix_caching
         tails = vllm_config.max_concurrent_batches if layout.tail_only and not shared else 0
         return AnchorWindowSpec(
-            sliding_window=layout.window, anchors=layout.anchors, tails=tails, **common
+            sliding_window=layout.window,
+            anchors=layout.anchors,
+            tails=tails,
+            in_parts=not layout.tail_only,
+            **common,
         )
 
     @property
@@ -160,7 +164,7 @@ class RowOwner(nn.Module, AttentionLayerBase):
         if self.part is not None:
             return self.part
         metadata = get_forward_context().attn_metadata
-        return metadata[self.prefix] if isinstance(metadata, dict) else None
+        return None if metadata is None else metadata[self.prefix]
 
     def write(self, places: Tensor, rows: Tensor, columns: slice | None = None) -> None:
         """Store rows (n, width), or some of their columns, at flat places (n,)."""

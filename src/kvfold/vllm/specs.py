@@ -3,6 +3,10 @@
 A step's queries see its own rows without reading them back, so of a long step only what the window
 holds when it has ended needs blocks. Later requests may want the others, where prefixes are cached.
 
+vLLM lets a request share what another one has been scheduled for, from the same step on. Where
+codes come late, steps run in parts that read what earlier parts wrote (`kvfold.vllm.fold`), and
+what is shared may be written by a later one: there a request waits for the next step.
+
 Preemption, prefix caching and the block pool are vLLM's own. Both the scheduler's process and the
 workers need the pair below registered, which the plugin does in each.
 """
@@ -25,11 +29,13 @@ class AnchorWindowSpec(SlidingWindowSpec):
     """A sliding window whose first `anchors` tokens are never freed.
 
     tails: steps that may be under way at once, where each gets blocks for what the window holds at
-    its end and no others; 0 where all of its tokens get some.
+    its end and no others; 0 where all of its tokens get some. in_parts: whether steps run in parts,
+    so that nothing can be shared that is written in the same step.
     """
 
     anchors: int = 0
     tails: int = 0
+    in_parts: bool = False
 
     @property
     def anchor_blocks(self) -> int:
@@ -51,8 +57,8 @@ class AnchorWindowSpec(SlidingWindowSpec):
         """Whether all specs keep the same tokens."""
         return all(
             isinstance(spec, AnchorWindowSpec)
-            and (spec.sliding_window, spec.anchors, spec.tails)
-            == (self.sliding_window, self.anchors, self.tails)
+            and (spec.sliding_window, spec.anchors, spec.tails, spec.in_parts)
+            == (self.sliding_window, self.anchors, self.tails, self.in_parts)
             for spec in kv_cache_specs.values()
         )
 
@@ -63,6 +69,21 @@ class AnchorWindowManager(SlidingWindowManager):
     def __init__(self, kv_cache_spec: AnchorWindowSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.freed_until: dict[str, int] = {}
+        self.this_step: set[Any] = set()
+        """Hashes of blocks that are written in the step that is scheduled."""
+
+    def new_step_starts(self) -> None:
+        """What was scheduled before is written by the time that this step reads it."""
+        self.this_step.clear()
+
+    def cache_blocks(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        """Let other requests find a request's full blocks, and note those as new."""
+        name = request.request_id
+        before = self.num_cached_block.get(name, 0)
+        super().cache_blocks(request, *args, **kwargs)
+        if self.kv_cache_spec.in_parts:
+            new = self.req_to_blocks[name][before : self.num_cached_block.get(name, 0)]
+            self.this_step.update(block.block_hash for block in new if not block.is_null)
 
     def remove_skipped_blocks(
         self,
@@ -204,7 +225,12 @@ class AnchorWindowManager(SlidingWindowManager):
         **kwargs: Any,
     ) -> int:
         """Counts cached anchor blocks, which `add_local_computed_blocks` takes from the pool, and
-        none that are left out. Whole prompts are admitted by the most that they hold at once."""
+        none that are left out. Whole prompts are admitted by the most that they hold at once.
+
+        More than there are where a hit is not written yet: then the request waits for a step.
+        """
+        if any(b.block_hash in self.this_step for b in new_computed_blocks if not b.is_null):
+            return int(self.block_pool.num_gpu_blocks) + 1
         count: int = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
         )
