@@ -20,6 +20,7 @@ log = logging.getLogger("vllm.kvfold")
 
 REFUSE_PROMPT_LOGPROBS = "kvfold.vllm.config:PromptLogprobsRefused"
 PAST_CHECKS = (
+    "dummy",
     "ipc_cache",
     "modelexpress",
     "runai_streamer_sharded",
