@@ -160,27 +160,29 @@ class Server:
 
     def resident_by_process(self) -> dict[str, int]:
         """Resident bytes of each of its processes, by number and name; none while it is down."""
-        assert self.running is not None
         try:
-            first = psutil.Process(self.running.pid)
-            own = [first, *first.children(recursive=True)]
-            return {f"{one.pid} {one.name()}": int(one.memory_info().rss) for one in own}
+            return {
+                f"{one.pid} {one.name()}": int(one.memory_info().rss) for one in self._processes()
+            }
         except psutil.Error:
             return {}
 
     def resident_by_mapping(self) -> dict[str, int]:
         """Resident bytes of each of its memory mappings, by process and addresses (of Linux)."""
-        assert self.running is not None
         try:
-            first = psutil.Process(self.running.pid)
-            own = [first, *first.children(recursive=True)]
             return {
                 f"{one.pid} {mapping.addr}": int(mapping.rss)
-                for one in own
+                for one in self._processes()
                 for mapping in one.memory_maps(grouped=False)
             }
         except psutil.Error:
             return {}
+
+    def _processes(self) -> list[psutil.Process]:
+        """The server's own and those that it started; raises `psutil.Error` while it is down."""
+        assert self.running is not None
+        first = psutil.Process(self.running.pid)
+        return [first, *first.children(recursive=True)]
 
     def figures(self) -> dict[str, float]:
         """/metrics, summed over all labels."""

@@ -150,9 +150,8 @@ def make_suite(options: SuiteOptions, environment: PeerEnvironment | None = None
         names_in(options.chat_template or ""),
     )
     skipped = names_in(options.peers_skip or "")
-    if options.peers is not None and set(names_in(options.tasks)) & set(ANSWERED_FREELY) - {
-        *skipped
-    }:
+    of_peers = set(names_in(options.tasks)) - set(skipped)
+    if options.peers is not None and not of_peers.isdisjoint(ANSWERED_FREELY):
         check_choices(model)
     suite = Suite(
         *(model, tokenizer, candidates, tasks, options.seed, options.config()),

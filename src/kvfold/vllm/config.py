@@ -75,11 +75,7 @@ def check_engine(vllm_config: Any) -> None:
         "KV offloading": bool(getattr(cache, "kv_offloading_size", None)),
         "dual batch overlap": bool(parallel.use_ubatching),
         "routed experts among its outputs": bool(
-            getattr(
-                getattr(vllm_config, "aux_output_config", None),
-                "enable_return_routed_experts",
-                False,
-            )
+            vllm_config.aux_output_config.enable_return_routed_experts
         ),
         "vLLM's second model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": bool(
             vllm_config.use_v2_model_runner

@@ -49,7 +49,7 @@ def data_file(settings: TaskSettings, name: str) -> DataFile:
     return read_file(folder / name, name)
 
 
-def data_files(settings: TaskSettings, names: Sequence[str]) -> list[DataFile]:
+def several_files(settings: TaskSettings, names: Sequence[str]) -> list[DataFile]:
     """A task's several files of the folder of data sets.
 
     Raises `EvaluationError` where one file is named in its place, and as `data_file` does.

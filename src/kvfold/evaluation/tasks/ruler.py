@@ -15,7 +15,7 @@ from typing import Any
 from kvfold.errors import EvaluationError
 from kvfold.evaluation.greedy import says
 from kvfold.evaluation.records import read_records
-from kvfold.evaluation.tasks.files import data_file, data_files
+from kvfold.evaluation.tasks.files import data_file, several_files
 from kvfold.evaluation.tasks.ruler_prompts import (
     KINDS,
     SPARE_TOKENS,
@@ -90,7 +90,7 @@ def make(settings: TaskSettings) -> RulerTask:
     """The task on prompts made of the word lists in `wonderwords/`."""
     _require_language(settings)
     chosen = RulerSettings(settings.lengths or LENGTHS, seed=settings.seed)
-    files = data_files(settings, [f"wonderwords/{name}.txt" for name in LISTS])
+    files = several_files(settings, [f"wonderwords/{name}.txt" for name in LISTS])
     words = WordLists(*(word_list(file) for file in files))
     every = []
     for kind in chosen.kinds:
