@@ -159,3 +159,11 @@ def test_answers_that_were_cut_are_told():
     made.metrics["tasks"]["ifeval"]["settings"]["answers_cut_at"] = 512
     (note,) = notes_of(made)
     assert note.startswith("ifeval: every subject's answers end after 512 tokens")
+
+
+def test_tasks_whose_prompts_are_in_a_chat_template_are_told_once():
+    made = run_of({"ifeval": [], "gsm8k": [], "lambada": []})
+    for task in ("ifeval", "gsm8k"):
+        made.metrics["tasks"][task]["settings"]["chat_template"] = "digest"
+    (note,) = notes_of(made)
+    assert note.startswith("ifeval, gsm8k: prompts are put into the tokenizer's chat template")

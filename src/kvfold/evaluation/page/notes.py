@@ -19,7 +19,7 @@ FLOOR = 0.05
 
 def notes_of(run: Run) -> tuple[str, ...]:
     """All that there is to say, in whole sentences."""
-    kinds = (_part, _cut, _floor, _same, _exact, _code, _peers, _cost)
+    kinds = (_part, _cut, _template, _floor, _same, _exact, _code, _peers, _cost)
     return tuple(note for told in kinds for note in told(run))
 
 
@@ -55,6 +55,16 @@ def _cut(run: Run) -> Iterator[str]:
                 "latest, by choice of this run; figures made with the harness's own number are not "
                 "comparable."
             )
+
+
+def _template(run: Run) -> Iterator[str]:
+    tasks = run.metrics["tasks"].items()
+    wrapped = [shown_name(t) for t, a in tasks if a.get("settings", {}).get("chat_template")]
+    if wrapped:
+        yield (
+            f"{', '.join(wrapped)}: prompts are put into the tokenizer's chat template, as lm-eval "
+            "does with --apply_chat_template; figures made without it are not comparable."
+        )
 
 
 def _floor(run: Run) -> Iterator[str]:
