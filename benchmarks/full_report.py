@@ -11,7 +11,7 @@ less than ten minutes where the fits are there already: `results/report/part`). 
 goes on.
 Fits, and then subjects, are worked on side by side, as many as there are cores.
 
-It takes what two cores can do in little more than an hour, so samples are small, and what is left
+It takes what two cores can do in an hour and a half, so samples are small, and what is left
 out is said here and in the report. `4x` to `16x` rebuild keys at every step, which makes a
 generated token after 1,000 others cost them some 0.3 seconds a row: so few items of GSM8K and
 IFEval are asked, and answers to IFEval end after 384 tokens instead of 1,280, for every subject. Of
