@@ -53,7 +53,8 @@ def test_the_command_carries_the_add_on_and_what_else_was_given(run, saved):
         str(model),
     ]
     assert command[7:] == [
-        "--served-model-name", str(model), "--host", "127.0.0.1", "--port", "8123"
+        "--served-model-name", str(model), "--host", "127.0.0.1", "--config-format", "hf",
+        "--port", "8123",
     ]  # fmt: skip
     assert json.loads(command[command.index("--hf-overrides") + 1]) == {
         "architectures": ["KvfoldLlamaForCausalLM"],

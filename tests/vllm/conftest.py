@@ -52,6 +52,10 @@ HYBRID: dict[str, Any] = {
 """Of Qwen3.5 models, besides: every second layer attends, so that folds of every kind have room."""
 SLOW = -4
 """Logarithm of a decay at which some hundred tokens later something of a state is left."""
+CLOSE = 1e-3
+"""Of log-probabilities in float32. Sums run in another order, which is 1e-5; a value on the border
+between two levels of its quantisation may then be rounded to the other, which is 2e-4.
+"""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,11 @@ class Generated:
         mine = [value for row in self.logprobs for value in row]
         theirs = [value for row in other.logprobs for value in row]
         return max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
+
+    def require_close(self, expected: Generated, close: float = CLOSE) -> None:
+        """Fail unless tokens are the same and their log-probabilities about so."""
+        assert self.tokens == expected.tokens
+        assert self.gap(expected) < close
 
 
 @pytest.fixture(scope="session")
@@ -230,6 +239,45 @@ def folded_reference(cache_argument: Any) -> Callable[..., Generated]:
         return Generated(tokens, logprobs)
 
     return run
+
+
+@pytest.fixture
+def check_folded(
+    tiny_folder: Any,
+    random_addon: Any,
+    prompts: Any,
+    engine: Any,
+    generate: Any,
+    folded_reference: Any,
+) -> Callable[..., Any]:
+    """`check_folded(family, plan, lengths, **settings)`: a tiny model gives the runtime's tokens.
+
+    shape: of the model. count: tokens after each prompt. times: how often they are asked for.
+    settings: of the engine, which is returned.
+    """
+    from kvfold.plan import Plan
+
+    def check(
+        family: str,
+        keys: dict[str, Any],
+        lengths: tuple[int, ...],
+        *,
+        shape: dict[str, Any] | None = None,
+        count: int = 12,
+        times: int = 1,
+        **settings: Any,
+    ) -> Any:
+        model, folder = tiny_folder(family, **(shape or {}))
+        plan = Plan.from_dict(keys)
+        addon, saved = random_addon(model, plan)
+        given = prompts(lengths)
+        expected = folded_reference(model, addon, plan, given, count)
+        started = engine(folder, model.config, saved, **settings)
+        for _ in range(times):
+            generate(started, given, count).require_close(expected)
+        return started
+
+    return check
 
 
 @pytest.fixture(scope="session")

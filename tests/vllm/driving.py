@@ -86,3 +86,22 @@ def leave_blocks(started: Any, count: int) -> None:
     """Take all free blocks but so many out of an engine's pool, for good."""
     pool = scheduler_of(started).kv_cache_manager.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - count)
+
+
+def forget_histories(started: Any) -> None:
+    """Let a prefix cache lose what is kept of all tokens and not windows, as when blocks run short.
+
+    A finished request gives the former back first, and what came back first is taken first.
+    """
+    from vllm.v1.core.kv_cache_utils import get_group_id
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    manager = scheduler_of(started).kv_cache_manager
+    whole = {
+        number
+        for number, group in enumerate(manager.kv_cache_config.kv_cache_groups)
+        if isinstance(group.kv_cache_spec, FullAttentionSpec)
+    }
+    held = [block for block in manager.block_pool.blocks if block.block_hash is not None]
+    lost = {block.block_id for block in held if get_group_id(block.block_hash) in whole}
+    manager.block_pool.evict_blocks(lost)

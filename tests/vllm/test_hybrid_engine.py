@@ -20,9 +20,6 @@ from kvfold.plan import Plan
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-CLOSE = 1e-3
-"""Of log-probabilities, as in `test_fold_engine.py`."""
-
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 6,
@@ -55,27 +52,9 @@ ALL_AXES = {
 @pytest.mark.parametrize(
     ("family", "eager"), [("qwen3_5", True), ("qwen3_5", False), ("qwen3_5_moe", True)]
 )
-def test_greedy_tokens_equal_the_runtime_on_every_axis(
-    family,
-    eager,
-    plain_delta,
-    tiny_folder,
-    random_addon,
-    prompts,
-    engine,
-    generate,
-    folded_reference,
-):
-    model, folder = tiny_folder(family)
-    plan = Plan.from_dict(ALL_AXES)
-    addon, saved = random_addon(model, plan)
-    given = prompts((300, 150, 33, 7))
-    expected = folded_reference(model, addon, plan, given)
-    started = engine(folder, model.config, saved, enforce_eager=eager)
-    for _ in range(2):  # the second time in blocks that hold what others have left
-        made = generate(started, given)
-        assert made.tokens == expected.tokens
-        assert made.gap(expected) < CLOSE
+def test_greedy_tokens_equal_the_runtime_on_every_axis(family, eager, plain_delta, check_folded):
+    """The second time in blocks that hold what others have left."""
+    check_folded(family, ALL_AXES, (300, 150, 33, 7), times=2, enforce_eager=eager)
 
 
 REPLAY = 48
@@ -113,9 +92,7 @@ def test_skipped_prompts_replay_into_recurrent_states_as_in_the_runtime(
     skipping = decoder_of(started).kvfold
     left_out = skipping.rows_left_out
     for _ in range(2):  # the second time in blocks that hold what others have left
-        made = generate(started, given, 6)
-        assert made.tokens == expected.tokens
-        assert made.gap(expected) < CLOSE
+        generate(started, given, 6).require_close(expected)
     assert skipping.rows_left_out - left_out == 2 * (300 + 150 - 2 * (REPLAY + 4))
 
 
@@ -137,8 +114,7 @@ def test_a_shared_beginning_of_a_skipped_prompt_gives_what_its_own_chunks_give(
     generate(started, [first], 6)
     before = skipping.rows_run + skipping.rows_left_out
     after = generate(started, [second], 6)
-    assert after.tokens == alone.tokens
-    assert after.gap(alone) < CLOSE
+    after.require_close(alone)
     assert skipping.rows_run + skipping.rows_left_out - before < rows - 300
 
 
@@ -171,9 +147,7 @@ def test_the_text_half_of_a_checkpoint_that_sees_is_served(
     addon, saved = random_addon(model, plan)
     given = prompts((200, 9))
     expected = folded_reference(model, addon, plan, given, 6)
-    made = generate(engine(tmp_path, model.config, saved), given, 6)
-    assert made.tokens == expected.tokens
-    assert made.gap(expected) < CLOSE
+    generate(engine(tmp_path, model.config, saved), given, 6).require_close(expected)
 
 
 @pytest.mark.parametrize("prefill", ["full", "skip"])
@@ -191,6 +165,4 @@ def test_a_trained_hybrid_recalls_what_it_recalls_in_the_runtime(
     expected = reference(model, addon, plan, given, 4)
     settings = {"plan": {"prefill": prefill, "replay": 128}, "max_num_batched_tokens": 4096}
     started = engine(Path(model_folder("tiny-hybrid")), model.config, saved, **settings)
-    made = generate(started, given, 4)
-    assert made.tokens == expected.tokens
-    assert made.gap(expected) < CLOSE
+    generate(started, given, 4).require_close(expected)

@@ -53,3 +53,13 @@ def test_states_fit_on_every_page_too(given_sizes, state_bytes, unit):
     for name, size in given_sizes.items():
         assert pages.tokens[name] % unit == 0
         assert pages.tokens[name] * size.bytes_per_token <= pages.page_bytes
+
+
+def test_of_many_kinds_of_rows_not_every_combination_is_tried():
+    """Of these there would be two million on each page."""
+    widths = {"exact": RowSize(46_080, 1, grows=False), "whole": RowSize(3_072)}
+    for group in (1, 2, 4, 8, 16):
+        widths[f"history-{group}"] = RowSize(768 + 4 * group, group)
+    pages = fit_pages(widths)
+    assert pages.wasted_fraction(widths) < 0.25
+    assert all(pages.tokens[name] % size.tokens == 0 for name, size in widths.items())

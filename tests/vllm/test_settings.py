@@ -84,3 +84,13 @@ def test_a_changed_plan_keeps_the_add_ons_weights_and_is_checked_against_its_bas
     loaded.check(model.config, "base")
     with pytest.raises(AddOnError, match="its hidden size is 64"):
         loaded.check(tiny_config("llama", hidden_size=64), "another")
+
+
+def test_codes_that_come_late_are_refused_without_a_window(tiny_model, tmp_path):
+    """As in kvfold's own runtime; there would be nothing yet where a token looks for itself."""
+    model = tiny_model("llama")
+    plan = Plan.from_dict({"window": 0, "depth": [{"method": "latent", "layers": [1], "rank": 8}]})
+    AddOn.untrained(model, plan).save_pretrained(tmp_path)
+    with pytest.raises(EngineSettingError, match=r"window of at least 1: .* got window=0"):
+        Settings(str(tmp_path)).load().check(model.config, "base")
+    Settings(str(tmp_path), {"window": 1}).load().check(model.config, "base")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from kvfold.plan import Plan
 
@@ -20,12 +19,6 @@ def skipping_plan():
     return Plan.from_dict({"depth": [ced], "prefill": "skip", "window": REPLAY, "replay": REPLAY})
 
 
-def check_gap(made, expected):
-    assert made.tokens == expected.tokens
-    gaps = torch.tensor(made.logprobs) - torch.tensor(expected.logprobs)
-    assert float(gaps.abs().max()) < CLOSE
-
-
 def test_greedy_tokens_equal_the_runtime_and_most_rows_are_left_out(
     tiny_folder, random_addon, prompts, engine, generate, grown_reference, benchmark
 ):
@@ -40,7 +33,7 @@ def test_greedy_tokens_equal_the_runtime_and_most_rows_are_left_out(
     started = engine(folder, model.config, saved, enforce_eager=False)
     rows = benchmark("vllm_rows")
     started.apply_model(rows.count_rows)
-    check_gap(generate(started, given, 8), expected)
+    generate(started, given, 8).require_close(expected, CLOSE)
     exact = sum(min(n, REPLAY + 4) for n in LENGTHS)
     later = 7 * len(LENGTHS)
     assert started.apply_model(rows.take_rows) == [
@@ -65,4 +58,4 @@ def test_tensor_parallel_changes_no_token(
     given = prompts(LENGTHS[1:])
     expected = grown_reference(model, addon, skipping_plan(), given, 4)
     started = engine(folder, model.config, saved, tensor_parallel_size=2)
-    check_gap(generate(started, given, 4), expected)
+    generate(started, given, 4).require_close(expected, CLOSE)

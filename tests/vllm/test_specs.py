@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,20 +14,21 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 BLOCK, POOL, LONGEST = 4, 400, 400
 
 
-def manager_of(window: int, anchors: int, tails: int):
-    """A manager on a pool of its own."""
+def manager_of(window: int, anchors: int, tails: int, *, in_parts: bool = False):
+    """A manager on a pool of its own; one whose steps run in parts shares prefixes."""
     from vllm.v1.core.block_pool import BlockPool
 
     from kvfold.vllm.specs import AnchorWindowManager, AnchorWindowSpec
 
     spec = AnchorWindowSpec(
         block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32,
-        sliding_window=window, anchors=anchors, tails=tails,
+        sliding_window=window, anchors=anchors, tails=tails, in_parts=in_parts,
     )  # fmt: skip
-    pool = BlockPool(POOL, enable_caching=False, hash_block_size=BLOCK)
+    pool = BlockPool(POOL, enable_caching=in_parts, hash_block_size=BLOCK)
     return AnchorWindowManager(
-        spec, block_pool=pool, enable_caching=False, kv_cache_group_id=0, scheduler_block_size=BLOCK
-    )
+        spec, block_pool=pool, enable_caching=in_parts, kv_cache_group_id=0,
+        scheduler_block_size=BLOCK,
+    )  # fmt: skip
 
 
 def take_step(manager, before: int, processed: int, after: int) -> int:
@@ -83,3 +86,35 @@ def test_of_a_long_step_only_the_window_and_the_anchors_have_blocks():
     assert take_step(tail, 0, 0, 100) == 1 + 2
     assert take_step(tail, 100, 100, 200) == 1 + 2 + 2
     assert take_step(tail, 200, 200, 201) == 1 + 2 + 1
+
+
+HASHES = [bytes([number]) * 32 for number in range(10)]
+"""Of the blocks of one text, from which all prompts are."""
+
+
+def run_prompt(manager, name: str, length: int, ends: tuple[int, ...]) -> None:
+    """A prompt of so many tokens in steps with these ends, as vLLM's scheduler sees to it."""
+    request = SimpleNamespace(request_id=name, block_hashes=HASHES, shared_prefix_boundary=0)
+    for end in ends:
+        manager.new_step_starts()
+        manager.allocate_new_blocks(name, end, end)
+        manager.cache_blocks(request, end, 0, replay_boundaries=(length - 1,))
+
+
+def test_a_window_that_was_left_is_not_shared_while_a_step_writes_its_slots_again():
+    """The longer prompt leaves its window elsewhere, but slots of all of its tokens."""
+    manager = manager_of(9, 0, 0, in_parts=True)
+    run_prompt(manager, "first", 21, (20,))
+    manager.free("first")
+    run_prompt(manager, "longer", 41, (16, 40))
+    blocks, found = manager.find_longest_cache_hit(
+        HASHES, 20, [0], manager.block_pool, manager.kv_cache_spec, False, BLOCK
+    )
+    assert found == 20
+
+    def wanted() -> int:
+        return manager.get_num_blocks_to_allocate("again", 21, blocks[0], 20, 20, 21)
+
+    assert wanted() > POOL
+    manager.new_step_starts()
+    assert wanted() <= 1 + 2

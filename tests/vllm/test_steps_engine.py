@@ -6,7 +6,7 @@ import pytest
 
 from kvfold.plan import Plan
 
-from .driving import drive, leave_blocks, scheduler_of
+from .driving import drive, forget_histories, leave_blocks, scheduler_of
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
@@ -138,3 +138,16 @@ def test_prompts_that_come_at_once_share_only_what_is_written(
     assert run.tokens == expected * 3
     assert run.cached[0] == 0
     assert min(run.cached[1:]) > 0
+
+    # A window that an earlier prompt has left, and slots that a longer one makes again later on
+    period = scheduler_of(started).block_size
+    end = -(-576 // period) * period
+    (longer,) = prompts((end + period + 10,))
+    shorter = longer[: end + 5]
+    expected = folded_reference(model, addon, plan, [longer, shorter], 8).tokens
+    assert started.reset_prefix_cache()
+    drive(started, [shorter], 8)
+    forget_histories(started)
+    run = drive(started, [longer, shorter], 8)
+    assert run.tokens == expected
+    assert run.cached == [0, end]

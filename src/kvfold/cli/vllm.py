@@ -90,7 +90,8 @@ def server_command(model: str, addon: str, plan: dict[str, Any], more: list[str]
     folder = model_folder(model)
     overrides = json.dumps(settings.overrides(config))
     command = [sys.executable, "-m", SERVER, "--model", folder, "--hf-overrides", overrides]
-    ours = {"--served-model-name": model, "--host": HOST}
+    # By itself vLLM reads another file than config.json where both lie in a folder.
+    ours = {"--served-model-name": model, "--host": HOST, "--config-format": "hf"}
     if not loaded.skips:
         ours["--max-num-batched-tokens"] = str(CHUNK)
     given = {argument.split("=", 1)[0].replace("_", "-") for argument in more}

@@ -93,9 +93,12 @@ def check_engine(vllm_config: Any) -> None:
 
 
 def adapt(vllm_config: Any, loaded: Loaded) -> None:
-    """Set what an add-on needs: no logprobs of skipped prompts."""
+    """Set what an add-on needs: weights by transformers' names, no logprobs of skipped prompts."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format == "auto" and not model.model_weights:
+        # By itself vLLM reads Mistral's own files where they lie beside those.
+        load.load_format = "hf"
     if loaded.skips:
-        model = vllm_config.model_config
         model.logits_processors = [*(model.logits_processors or ()), REFUSE_PROMPT_LOGPROBS]
 
 

@@ -266,7 +266,7 @@ class Folding:
         )
         has_before = None
         if lead:
-            has_before = torch.arange(numbers.start, numbers.stop)[None] > 0
+            has_before = torch.arange(numbers.start, numbers.stop, device=records.device)[None] > 0
         slots = code.pipeline.slots(joined[None], has_before)[0]
         last = schedule.anchors + group * torch.arange(numbers.start + 1, numbers.stop + 1) - 1
         places = step.slots[start + last - before] // group

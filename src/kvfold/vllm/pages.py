@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 UNIT = 16
 """Tokens that every block is a multiple of."""
@@ -25,7 +26,9 @@ PERIOD_COST = 1 / 5_000
 worth so much of a page.
 """
 CHOICES = 8
-"""Lengths of one kind that are tried for a page."""
+"""Lengths of one kind that are tried for a page, at most."""
+COMBINATIONS = 40_000
+"""Of all kinds' lengths that are tried for a page: with six kinds or more each has fewer."""
 
 
 @dataclass(frozen=True)
@@ -75,29 +78,54 @@ def fit_pages(sizes: Mapping[str, RowSize], *, state_bytes: int = 0, unit: int =
     allowed = [units * least for units in range(1, WIDEST_UNITS + 1)]
     if state_bytes >= least:
         allowed = [state_bytes, *(size for size in allowed if size > state_bytes)]
-    made = []
-    for page_bytes in allowed:
-        choices = [_lengths(size, page_bytes, unit) for size in sizes.values()]
-        for lengths in itertools.product(*choices):
-            made.append(Pages(page_bytes, dict(zip(sizes, lengths, strict=True))))
-    assert made
-    return min(made, key=lambda pages: _cost(pages, sizes, state_bytes))
+    found = [_cheapest(page_bytes, sizes, state_bytes, unit) for page_bytes in allowed]
+    best = min(page for page in found if page is not None)
+    return Pages(best.page_bytes, dict(zip(sizes, best.tokens, strict=True)))
 
 
-def _lengths(size: RowSize, page_bytes: int, unit: int) -> tuple[int, ...]:
-    """The longest blocks that fit on a page, and the roundest down to a part of it."""
+class _Length(NamedTuple):
+    """A block's tokens, and the part of a page that it wastes: of a kind that all tokens have rows
+    of, or that the last ones have."""
+
+    tokens: int
+    of_all: float
+    of_windows: float
+
+
+class _Page(NamedTuple):
+    """What a page costs, its bytes, and the tokens of its blocks."""
+
+    cost: float
+    page_bytes: int
+    tokens: tuple[int, ...]
+
+
+def _cheapest(
+    page_bytes: int, sizes: Mapping[str, RowSize], state_bytes: int, unit: int
+) -> _Page | None:
+    """The best blocks for pages of this size; None where rows of some kind don't fit on them."""
+    each = min(CHOICES, max(2, int(COMBINATIONS ** (1 / len(sizes)))))
+    choices = [_lengths(size, page_bytes, unit, each) for size in sizes.values()]
+    least = 1 - state_bytes / page_bytes if state_bytes else 0.0
+    best: _Page | None = None
+    for chosen in itertools.product(*choices):
+        tokens, of_all, of_windows = zip(*chosen, strict=True)
+        wasted = max(least, *of_all) + WINDOW_COST * max(of_windows)
+        cost = wasted + PERIOD_COST * math.lcm(*tokens)
+        if best is None or cost < best.cost:
+            best = _Page(cost, page_bytes, tokens)
+    return best
+
+
+def _lengths(size: RowSize, page_bytes: int, unit: int, count: int) -> list[_Length]:
+    """The longest blocks that fit on a page, and the roundest down to a part of it; `count`."""
     step = math.lcm(unit, size.tokens)
     most = int(page_bytes / size.bytes_per_token) // step
     least = max(1, -(-3 * most // 4) if size.grows else -(-most // 2))
     counts = range(most, least - 1, -1)
-    round_ones = sorted(counts, key=lambda n: (-(n & -n), -n))[: CHOICES // 2]
-    return tuple(step * n for n in dict.fromkeys((*counts[: CHOICES // 2], *round_ones)))
-
-
-def _cost(pages: Pages, sizes: Mapping[str, RowSize], state_bytes: int) -> tuple[float, int]:
-    period = math.lcm(*pages.tokens.values())
-    wasted = pages.wasted_fraction(sizes)
-    if state_bytes:
-        wasted = max(wasted, 1 - state_bytes / pages.page_bytes)
-    of_windows = pages.wasted_fraction(sizes, grows=False)
-    return wasted + WINDOW_COST * of_windows + PERIOD_COST * period, pages.page_bytes
+    round_ones = sorted(counts, key=lambda n: (-(n & -n), -n))[: count // 2]
+    made = []
+    for tokens in dict.fromkeys(step * n for n in (*counts[: count - count // 2], *round_ones)):
+        wasted = float(1 - tokens * size.bytes_per_token / page_bytes)
+        made.append(_Length(tokens, *((wasted, 0.0) if size.grows else (0.0, wasted))))
+    return made

@@ -99,6 +99,12 @@ class Loaded:
                 "a plan with state_projector needs an add-on that was fitted with one; this one "
                 "has none; change it with plan: {state_projector: false}"
             )
+        if self.codes_come_late and self.plan.window < 1:
+            raise EngineSettingError(
+                "this plan needs a window of at least 1: its codes exist only after their own "
+                "layers have run, so a token can't see itself through them; got window=0; change "
+                "it with plan: {window: 128}"
+            )
         check_runs(self.plan, anatomy(config))
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -70,7 +70,7 @@ class AnchorWindowManager(SlidingWindowManager):
         super().__init__(kv_cache_spec, **kwargs)
         self.freed_until: dict[str, int] = {}
         self.this_step: set[Any] = set()
-        """Hashes of blocks that are written in the step that is scheduled."""
+        """Hashes of full blocks whose tokens are in the step that is scheduled."""
 
     def new_step_starts(self) -> None:
         """What was scheduled before is written by the time that this step reads it."""
@@ -82,8 +82,21 @@ class AnchorWindowManager(SlidingWindowManager):
         before = self.num_cached_block.get(name, 0)
         super().cache_blocks(request, *args, **kwargs)
         if self.kv_cache_spec.in_parts:
-            new = self.req_to_blocks[name][before : self.num_cached_block.get(name, 0)]
-            self.this_step.update(block.block_hash for block in new if not block.is_null)
+            self._note_new(request, range(before, self.num_cached_block.get(name, 0)))
+
+    def _note_new(self, request: Any, numbers: range) -> None:
+        """Note full blocks of a request as written in this step, by their numbers in it.
+
+        Also those that no other request may take: its slots of the same tokens may be taken, beside
+        a window that an earlier request has left there.
+        """
+        hashes = resolve_block_hashes(
+            request.block_hashes, self.block_pool.hash_block_size, self.block_size
+        )
+        self.this_step.update(
+            make_block_hash_with_group_id(hashes[number], self.kv_cache_group_id)
+            for number in numbers
+        )
 
     def remove_skipped_blocks(
         self,
