@@ -47,14 +47,15 @@ def fit_cost(model: Any, plan: Plan, tokens: torch.Tensor) -> dict[str, Any]:
         before = _plain_rate(model, tokens)
         with peak_memory(model.device) as peak:
             addon = fit(model, plan, tokens, progress=False)
-        peaks.append((peak.above_start or 0) / 2**20)
+        if peak.above_start is not None:
+            peaks.append(peak.above_start / 2**20)
         after = _plain_rate(model, tokens)
         ratios.append(addon.report["fit"]["tokens_per_second"] / ((before + after) / 2))
         solving.append(addon.report["fit"]["solve_seconds"])
     return {
         "pass_over_plain_forward": statistics.median(ratios),
         "all_ratios": ratios,
-        "peak_megabytes_above_model": max(peaks),
+        "peak_megabytes_above_model": max(peaks, default=None),
         "solve_seconds": statistics.median(solving),
         "tokens": tokens.numel(),
     }

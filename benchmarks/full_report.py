@@ -224,6 +224,8 @@ def main() -> None:
     parser.add_argument("--addons", type=Path, default=Path("results/report/addons"))
     parser.add_argument("--out", type=Path, help="docs/report, of a part results/report/part")
     chosen = parser.parse_args()
+    if chosen.jobs < 1:
+        parser.error(f"--jobs must be at least 1; got {chosen.jobs}")
     started, machine = time.monotonic(), Machine(chosen.jobs)
     whole = chosen.fraction == 1
     chosen.out = chosen.out or Path("docs/report" if whole else "results/report/part")

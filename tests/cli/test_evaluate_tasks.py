@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -124,7 +125,7 @@ def test_a_report_is_made_as_page_markdown_and_tables(kvfold, finished, tmp_path
 @pytest.mark.parametrize(
     ("rule", "status", "words"),
     [
-        ("even.acc: {max_drop: 1}", 0, "All 1 rules are kept"),
+        ("even.acc: {max_drop: 0.99}", 0, "All 1 rules are kept"),
         ("even.ppl: {max_rise: 100}\nneedle.acc: {min: 0}", 0, "All 2 rules are kept"),
         ("even.acc: {max: -1}", 1, "even.acc max my-addon"),
         ("even.accuracy: {min: 0}", 2, "none of my-addon's: even.acc"),
@@ -137,6 +138,27 @@ def test_the_gate_ends_with_a_status(kvfold, finished, tmp_path, rule, status, w
     assert done.exit_code == status, done.output
     assert words in flat(done)
     assert "Traceback" not in done.output
+
+
+def test_the_gate_of_several_runs_names_those_that_do_not_keep_its_rules(
+    kvfold, finished, tmp_path
+):
+    other = shutil.copytree(finished[0], tmp_path / "other")
+    figures = json.loads((other / "metrics.json").read_text())
+    figures["results"]["my-addon"]["even"]["acc"]["value"] = -1.0
+    (other / "metrics.json").write_text(json.dumps(figures))
+    (tmp_path / "rule.yaml").write_text("even.acc: {min: 0}")
+    done = kvfold("report", finished[0], other, "--out", tmp_path / "p.html",
+                  "--fail-under", tmp_path / "rule.yaml")  # fmt: skip
+    assert done.exit_code == 1, done.output
+    assert f"{other}:" in flat(done) and f"{finished[0]}:" not in flat(done)
+    assert "1 of 2 rules are not kept" in flat(done)
+
+
+def test_page_and_markdown_can_not_be_one_file(kvfold, finished, tmp_path):
+    done = kvfold("report", finished[0], "--out", tmp_path / "a", "--markdown", tmp_path / "b/../a")
+    assert done.exit_code == 2 and "name one file" in flat(done)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_evaluate_itself_can_fail_a_build_and_needs_no_addon(evaluate, tmp_path):
@@ -162,6 +184,10 @@ def test_evaluate_itself_can_fail_a_build_and_needs_no_addon(evaluate, tmp_path)
         (("--out", "{}", "--peers", " "), "even", "at least one peer"),
         (("--out", "{}", "--peers-env", "somewhere"), "even", "--peers-env"),
         (("--out", "{}", "--fraction", 0), "even", "above 0"),
+        (("--out", "{}", "--fraction", "nan"), "even", "--fraction"),
+        (("--out", "{}", "--data", "x" * 300), "even", "is not there"),
+        (("--out", "{}", "--json", "x" * 300), "even", "too long"),
+        (("--out", "{}", "--reuse", "x" * 300), "even", "not there"),
         (("--out", "{}", "--window", 64), "even", "--window"),
         (("--out", "{}", "--plot", "p.svg"), "even", "--plot"),
         (("--out", "{}", "--data", "no-such-folder"), "even", "no-such-folder"),

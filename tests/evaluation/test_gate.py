@@ -161,6 +161,7 @@ def test_the_plain_model_alone_can_be_held_to_limits(checked, metrics):
         ("stated.acc: {min: .nan}", "must be a number"),
         ("stated.acc: {min: yes}", "must be a number"),
         ("stated.acc: {max_drop: -0.1}", "at least 0"),
+        ("stated.acc: {max_drop: 2}", "below 1, .*; got 2; 0.02 is two points"),
         ("stated.acc: {min: 0.5, subjects: a}", "subjects must be a list"),
         ("stated.acc: {min: 0.5, subjects: []}", "subjects must be a list"),
         ("stated.acc: {min: 0.5}\nstated.acc: {min: 0.1}", r"rule\.yaml:2: 'stated.acc' is there"),
@@ -194,3 +195,13 @@ def test_rules_of_what_is_not_asked_are_refused_beforehand(tmp_path):
         check_asked([rule], ["odd"])
     with pytest.raises(EvaluationError, match="names a; this run has no compression, b"):
         check_asked([rule], ["even"], [PLAIN, "b"])
+
+
+@pytest.mark.parametrize("bound", ["max_drop", "max_rise"])
+def test_bounds_of_the_plain_models_difference_from_itself_are_refused_beforehand(bound):
+    every = Rule("even.acc", bound, 0.5)
+    check_asked([every], ["even"], [PLAIN, "a"], ["plain"])
+    named = Rule("even.acc", bound, 0.5, ("a", PLAIN))
+    for rule, subjects in ((every, [PLAIN]), (named, [PLAIN, "a"])):
+        with pytest.raises(EvaluationError, match="no compression has no difference"):
+            check_asked([rule], ["even"], subjects, ["plain"])

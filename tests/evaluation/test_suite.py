@@ -273,6 +273,24 @@ def test_figures_that_can_not_be_removed_are_named(suite, tmp_path):
         run_suite(suite(NextTokenTask()), tmp_path)
 
 
+def test_files_of_something_else_are_neither_removed_nor_replaced(suite, tmp_path):
+    run_suite(suite(NextTokenTask()), tmp_path / "ours")
+    figures = (tmp_path / "ours" / "metrics.json").read_bytes()
+    (tmp_path / "ours" / "run.json").unlink()
+    run_suite(suite(NextTokenTask()), tmp_path / "ours")
+    assert (tmp_path / "ours" / "metrics.json").read_bytes() == figures
+    for name, others in (("metrics", {}), ("run", {"run.json": "{}"}), ("text", {})):
+        folder = tmp_path / name
+        folder.mkdir()
+        held = {"metrics.json": "f1: 0.9" if name == "text" else '{"f1": 0.9}', **others}
+        for file, text in held.items():
+            (folder / file).write_text(text)
+        with pytest.raises(EvaluationError, match=rf"{name}.* (is of no run|not as kvfold)"):
+            run_suite(suite(NextTokenTask()), folder)
+        assert {file: (folder / file).read_text() for file in held} == held
+        assert files(folder) == {*held, ".lock"}
+
+
 def test_earlier_figures_are_gone_before_the_run_is_described_anew(suite, tmp_path, monkeypatch):
     run_suite(suite(NextTokenTask()), tmp_path)
     monkeypatch.setattr("kvfold.evaluation.suite.write_run_file", lambda *_: 1 / 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,7 +61,7 @@ def _checked(options: SuiteOptions) -> tuple[Rule, ...]:
     from kvfold.evaluation.tasks.registry import check_known
     from kvfold.evaluation.writable import check_writable
 
-    if options.fraction == 0:
+    if not options.fraction > 0:  # so that what is no number is refused as well
         raise typer.BadParameter("--fraction must be above 0, or there is nothing to answer")
     check_known(names_in(options.tasks))
     check_seed(options.seed)
@@ -97,8 +98,7 @@ def _answered(
 
     read_cost(folder)  # a damaged one is told before the work
     suite = make_suite(options)
-    subjects = [*suite.subjects, *names_in(options.peers or "")]
-    check_asked(rules, names_in(options.tasks), subjects)
+    check_asked(rules, names_in(options.tasks), suite.subjects, names_in(options.peers or ""))
     environment = _environment(screen, options)
     make = partial(make_suite, options, environment)
     if environment is not None:
@@ -176,12 +176,19 @@ def hold_against(screen: Console, rules: Sequence[Rule], runs: Sequence[Run]) ->
 
     if not rules:
         return
-    checks = [check for run in runs for check in check_rules(rules, run.metrics)]
+    by_run = [check_rules(rules, run.metrics) for run in runs]
+    checks = [check for some in by_run for check in some]
     failed = [check for check in checks if not check.passed]
     if not failed:
         screen.print(f"All {len(checks)} rules are kept.", style="green", highlight=False)
         return
-    screen.print(failures_table(checks))
+    for run, some in zip(runs, by_run, strict=True):
+        if all(check.passed for check in some):
+            continue
+        if len(runs) > 1:
+            told = f"{run.folder}:"
+            screen.print(told, style="bold", highlight=False, markup=False, soft_wrap=True)
+        screen.print(failures_table(some))
     screen.print(f"{len(failed)} of {len(checks)} rules are not kept.", style="red")
     raise typer.Exit(NOT_KEPT)
 
@@ -268,7 +275,7 @@ def _settings(options: SuiteOptions, limit: int | None, tokenizer: Any, model: A
     from kvfold.evaluation.tasks.settings import TaskSettings
 
     data = None if options.data is None else Path(options.data)
-    if data is not None and not data.exists():
+    if data is not None and not os.path.exists(data):  # a name too long is not there
         raise typer.BadParameter(
             f"with --tasks --data is a folder of data sets, or a task's own file; {str(data)!r} "
             "is not there"

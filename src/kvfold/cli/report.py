@@ -49,6 +49,10 @@ def report_command(
     from kvfold.evaluation.page.table import cost_tables, figures_table
     from kvfold.evaluation.report import write_atomically
 
+    if out is not None and markdown is not None and out.resolve() == markdown.resolve():
+        raise typer.BadParameter(
+            f"--out and --markdown name one file, {out}, which can only be one of them; name two"
+        )
     if remarks and out is None and markdown is None:
         raise typer.BadParameter(
             "--remark is for a page or Markdown; name a file with --out or --markdown, or leave it"

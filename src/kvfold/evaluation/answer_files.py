@@ -7,6 +7,7 @@ and passed over, since the answers can be made anew.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,8 @@ def finished(root: Path, say: Callable[[str], None]) -> dict[str, list[Path]]:
 
 def check_reuse(root: Path) -> None:
     """Raise `EvaluationError` unless answers can be looked for in a folder."""
-    if not root.is_dir():
-        what = "a file" if root.exists() else "not there"
+    if not os.path.isdir(root):  # a name too long is not there
+        what = "a file" if os.path.exists(root) else "not there"
         raise EvaluationError(
             f"--reuse names a folder of run folders; {root} is {what}; name another, or leave it "
             "out"

@@ -26,7 +26,10 @@ from kvfold.errors import EvaluationError
 from kvfold.evaluation.runner import PLAIN
 from kvfold.evaluation.tasks.registry import shown_name, stored_name
 
-BOUNDS = ("max_drop", "max_rise", "min", "max")
+CHANGES = ("max_drop", "max_rise")
+"""Bounds of differences from the plain model."""
+
+BOUNDS = (*CHANGES, "min", "max")
 ROUNDING = 1e-9
 """What a bound may be passed by: 0.60 - 0.58 is a little more than 0.02 in binary."""
 
@@ -112,12 +115,15 @@ def check_rules(rules: Sequence[Rule], metrics: Mapping[str, Any]) -> list[Check
 
 
 def check_asked(
-    rules: Sequence[Rule], tasks: Sequence[str], subjects: Sequence[str] | None = None
+    rules: Sequence[Rule],
+    tasks: Sequence[str],
+    subjects: Sequence[str] | None = None,
+    peers: Sequence[str] = (),
 ) -> None:
     """Raise `EvaluationError` for rules of tasks, or of subjects, that a run won't ask.
 
-    Which metrics a task has is known only when it is answered. subjects: None where they are not
-    known yet.
+    And for bounds of differences of the plain model from itself. Which metrics a task has is known
+    only when it is answered. subjects: None where they are not known yet. peers: further ones.
     """
     for rule in rules:
         task = rule.metric.partition(".")[0]
@@ -127,7 +133,10 @@ def check_asked(
                 f"{rule.metric}; ask {task} as well, or leave the rule out"
             )
         if subjects is not None:
-            _subjects(rule, {"subjects": subjects, "plain": PLAIN})
+            known = {"subjects": [*subjects, *peers], "plain": PLAIN, "peers": peers}
+            named = _subjects(rule, known)
+            if PLAIN in named and rule.bound in CHANGES:
+                raise _no_difference(rule, PLAIN)
 
 
 def _entries(path: Path, metric: Any, value: Any) -> list[Any]:
@@ -166,8 +175,13 @@ def _limit(where: str, bound: str, limit: Any) -> float:
     number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
     if not number or not abs(limit) <= sys.float_info.max:
         raise EvaluationError(f"{where}: {bound} must be a number; got {_short(limit)}")
-    if bound in ("max_drop", "max_rise") and limit < 0:
+    if bound in CHANGES and limit < 0:
         raise EvaluationError(f"{where}: {bound} must be at least 0; got {_short(limit)}")
+    if bound == "max_drop" and limit >= 1:
+        raise EvaluationError(
+            f"{where}: max_drop must be below 1, which is all of a figure, or a rule is always "
+            f"kept; got {_short(limit)}; 0.02 is two points, or two percent"
+        )
     return float(limit)
 
 
@@ -204,10 +218,7 @@ def _check(rule: Rule, subject: str, metrics: Mapping[str, Any]) -> Check:
         low, high = (rule.limit, value) if rule.bound == "min" else (value, rule.limit)
         return Check(rule, subject, value, low <= high + ROUNDING, noise, verdict)
     if difference is None:
-        raise EvaluationError(
-            f"{rule.metric}: {rule.bound} is from the plain model, and {subject} has no "
-            "difference from it; name other subjects, or use min and max"
-        )
+        raise _no_difference(rule, subject)
     change = difference["value"] if figure["kind"] == "accuracy" else difference["relative"]
     if change is None:
         raise EvaluationError(
@@ -216,6 +227,13 @@ def _check(rule: Rule, subject: str, metrics: Mapping[str, Any]) -> Check:
         )
     moved = -change if rule.bound == "max_drop" else change
     return Check(rule, subject, moved, moved <= rule.limit + ROUNDING, noise, verdict)
+
+
+def _no_difference(rule: Rule, subject: str) -> EvaluationError:
+    return EvaluationError(
+        f"{rule.metric}: {rule.bound} is from the plain model, and {subject} has no difference "
+        "from it; name other subjects, or use min and max"
+    )
 
 
 def _figure(metric: str, subject: str, metrics: Mapping[str, Any]) -> dict[str, Any]:

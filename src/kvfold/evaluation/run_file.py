@@ -15,15 +15,17 @@ from kvfold.evaluation.report import read_json, write_json
 from kvfold.evaluation.shapes import RunShape, check_shape
 
 RUN_FILE = "run.json"
+REMEDY = (
+    "delete it and run the same command again, which keeps the answers, or name another folder if "
+    "this is of something else"
+)
 
 
 def read_run_file(folder: Path) -> dict[str, Any]:
     """What `write_run_file` wrote; raises `EvaluationError` for anything else."""
     path = folder / RUN_FILE
     data = read_json(path)
-    check_shape(
-        data, RunShape, path, "delete it and run the same command again, which keeps the answers"
-    )
+    check_shape(data, RunShape, path, REMEDY)
     return data
 
 

@@ -100,6 +100,8 @@ class RunShape(Shape):
     machine: _Machine
     versions: dict[str, str | None]
     config: _Config
+    model: dict[str, Any] = {}
+    peers: dict[str, Any] = {}
     starts: list[dict[str, Any]] = []
 
 

@@ -25,8 +25,8 @@ from kvfold.evaluation.configuration import describe_addon, describe_model, desc
 from kvfold.evaluation.metrics import FORMAT, task_figures
 from kvfold.evaluation.peers.peer import Peer
 from kvfold.evaluation.predictions import Predictions
-from kvfold.evaluation.report import write_json
-from kvfold.evaluation.run_file import write_run_file
+from kvfold.evaluation.report import read_json, write_json
+from kvfold.evaluation.run_file import RUN_FILE, read_run_file, write_run_file
 from kvfold.evaluation.runner import PLAIN, check_names, check_seed
 from kvfold.evaluation.side_by_side import Helpers, answer_side_by_side
 from kvfold.evaluation.tasks.registry import shown_name
@@ -149,6 +149,7 @@ def answer_suite(
 ) -> dict[str, Any]:
     """`run_suite` in a folder that the caller holds, and goes on to hold."""
     told = watcher or Silent()
+    check_own(folder)
     pairs = predictions(suite, folder)
     peers = {name: peer.describe() for name, peer in suite.peers.items()}
     _remove_figures(folder)
@@ -169,6 +170,28 @@ def answer_suite(
     data = figures_data(suite, answers)
     write_json(folder / METRICS_FILE, data)
     return data
+
+
+def check_own(folder: Path) -> None:
+    """Raise `EvaluationError` for a folder whose files are of something else and would be replaced.
+
+    Figures without a `run.json` beside them are a run's where they look like some.
+    """
+    path = folder / METRICS_FILE
+    if (folder / RUN_FILE).exists():
+        read_run_file(folder)
+        return
+    if not path.is_file():
+        return
+    try:
+        ours = {"format", "plain", "subjects"} <= read_json(path).keys()
+    except EvaluationError:
+        ours = False
+    if not ours:
+        raise EvaluationError(
+            f"a run needs a folder of its own; {folder} has a {METRICS_FILE} that is of no run of "
+            "kvfold; name another --out, or move the file away"
+        )
 
 
 def _remove_figures(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ def check_writable(path: Path) -> None:
     Folders that are not there yet are made only when the file is written, so what is tried is the
     nearest one that is there.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # a name too long is none, and told below
         raise ReportError(f"can't write {path}: it is a folder; name a file in it")
     place = place_of(path)
     folder = place.parent

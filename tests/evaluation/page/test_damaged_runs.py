@@ -57,6 +57,7 @@ def changed(path, *keys, to):
     [
         ("run.json", ("machine",), None, "machine"),
         ("run.json", ("config",), [], "config"),
+        ("run.json", ("model",), 3, "model"),
         ("metrics.json", ("subjects",), None, "subjects"),
         ("metrics.json", ("plain",), "b", "'b' has none"),
         ("metrics.json", ("results", PLAIN, "needle"), None, "figures of every task"),

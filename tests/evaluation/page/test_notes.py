@@ -98,9 +98,9 @@ def test_add_ons_that_may_have_folded_nothing_are_told():
         assert len(notes) == said
     made.metrics["results"]["a"]["t"]["acc"]["difference"]["differing"] = 0
     assert "every score of a is the plain model's" in notes_of(made)[0]
-    assert "up to 132 tokens" in notes_of(made)[0]
+    assert "up to 132 tokens" in notes_of(made)[0] and "is not known here" in notes_of(made)[0]
     short = dataclasses.replace(made, lengths={"t": (100, 132)})
-    assert "up to 132 tokens" in notes_of(short)[0]
+    assert "up to 132 tokens" in notes_of(short)[0] and "not known" not in notes_of(short)[0]
 
 
 def test_prompts_that_were_folded_are_not_called_too_short_to_be():

@@ -252,6 +252,24 @@ def test_markdown_has_a_row_a_subject_and_where_it_comes_from(folder):
     assert f"{100 * figure['value']:.1f}%" in rows[-1]
 
 
+def test_runs_of_one_model_are_told_apart_by_their_folders(folder):
+    run = read_run(folder)
+    one, other = (dataclasses.replace(run, folder=folder.parent / name) for name in ("r1", "r2"))
+    far = dataclasses.replace(run, folder=folder.parent / "more" / "r2")
+    for runs, named in (([one, other], ["r1", "r2"]), ([other, far], [other.folder, far.folder])):
+        markdown, page = render_markdown(runs), Reader(render_page(runs))
+        headings = [line for line in markdown.splitlines() if line.startswith("###")]
+        for name, heading in zip(named, headings, strict=True):
+            assert heading.replace("\\", "").startswith(f"### {name}: ")
+            assert f"{name}: {HOSTILE}" in page.within("h2") & page.within("a")
+
+
+def test_markdown_names_no_commit_where_there_is_none(folder):
+    run = read_run(folder)
+    wheel = dataclasses.replace(run, about={**run.about, "commit": None})
+    assert "commit `" in render_markdown([run]) and "None" not in render_markdown([wheel])
+
+
 def test_a_folder_without_a_finished_run_is_refused(tmp_path, folder):
     with pytest.raises(EvaluationError, match=r"has no metrics\.json"):
         read_run(tmp_path)

@@ -58,3 +58,11 @@ def test_wrong_names_are_refused_before_a_task_is_made(made, names, words):
     with pytest.raises(EvaluationError, match=words):
         registry.make_tasks(names, TaskSettings(data=None))
     assert made == []
+
+
+def test_a_name_that_is_nearly_right_is_told():
+    for wrong, right in (("Recal", "recall"), ("ruler_file", "ruler-file"), ("lambda", "lambada")):
+        with pytest.raises(EvaluationError, match=rf"got '{wrong}'; did you mean {right}\?"):
+            registry.check_known([wrong])
+    with pytest.raises(EvaluationError, match=r"got 'x{80}'; name one of those"):
+        registry.check_known(["x" * 300])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.evaluation.tasks.selection import digest, in_batches, selected
+from kvfold.errors import EvaluationError
+from kvfold.evaluation.tasks.selection import SelectedItems, digest, in_batches, selected
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer
 
@@ -35,6 +36,16 @@ def test_only_like_items_are_asked_together_and_answers_keep_their_order():
     found = in_batches(items, 2, lambda item: item["length"], answers)
     assert asked == [["0", "2"], ["4", "6"], ["1", "3"], ["5"]]
     assert [answer.item for answer in found] == [item["id"] for item in items]
+
+
+@pytest.mark.parametrize(
+    "text", [{"length": 9}, {"length": 4, "ids": [1] * 9}, {"length": 3, "turns": [[1] * 3] * 3}]
+)
+def test_a_text_longer_than_what_the_model_holds_is_refused(text):
+    SelectedItems([{"id": "a", **text}], {}, TaskSettings(None, positions=9))
+    SelectedItems([{"id": "a", **text}], {}, TaskSettings(None))
+    with pytest.raises(EvaluationError, match=r"the 8 positions .* item a has 9 tokens; .*lengths"):
+        SelectedItems([{"id": "a", **text}], {}, TaskSettings(None, positions=8))
 
 
 def test_a_digest_tells_items_apart():

@@ -17,7 +17,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from kvfold.evaluation.page import words
 from kvfold.evaluation.page.charts import LayerPlot, Plot, layer_plot, quality_plot
-from kvfold.evaluation.page.runs import Cell, Run, leaves
+from kvfold.evaluation.page.runs import Cell, Run, leaves, names_of
 from kvfold.evaluation.tasks.registry import shown_name
 
 COLOURS = 8
@@ -44,12 +44,13 @@ def render_page(runs: Sequence[Run], remarks: Sequence[str] = ()) -> str:
         task_name=shown_name,
     )
     environment.filters["task_name"] = shown_name
+    named = zip(names_of(runs), runs, strict=True)
     script = _part("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("page.html.jinja").render(
         title=", ".join(dict.fromkeys(run.title for run in runs)),
         remarks=remarks,
-        runs=[_view(number, run) for number, run in enumerate(runs, start=1)],
+        runs=[_view(number, *each) for number, each in enumerate(named, start=1)],
         style=_part("page.css"),
         script=script,
         script_digest=digest,
@@ -61,11 +62,12 @@ def _part(name: str) -> str:
     return files("kvfold.evaluation.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _view(number: int, run: Run) -> dict[str, Any]:
+def _view(number: int, name: str, run: Run) -> dict[str, Any]:
     """What the template shows of a run."""
     numbers = {name: index for index, name in enumerate(run.subjects)}
     return {
         "number": number,
+        "name": name,
         "run": run,
         "numbers": numbers,
         "headlines": run.headlines(),

@@ -5,28 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from kvfold.evaluation.page.runs import Run
+from kvfold.evaluation.page.runs import Run, names_of
 from kvfold.evaluation.page.words import bytes_text, difference_text, interval_text, value_text
 from kvfold.evaluation.tasks.registry import shown_name
 
 
 def render_markdown(runs: Sequence[Run], remarks: Sequence[str] = ()) -> str:
     """All runs, one table each. remarks: of whoever makes it, at the top."""
-    return "\n\n".join([*map(_paragraph, remarks), *map(_run, runs)]) + "\n"
+    named = zip(names_of(runs), runs, strict=True)
+    return "\n\n".join([*map(_paragraph, remarks), *(_run(*each) for each in named)]) + "\n"
 
 
-def _run(run: Run) -> str:
+def _run(name: str, run: Run) -> str:
     sizes = run.sizes()
     headings = ["", *(["stored", "smaller"] if sizes else [])]
     headings += [f"{_escaped(shown_name(t))}: {_escaped(m)}" for t, m in run.headlines()]
     rows = [headings, ["---", *["--:"] * (len(headings) - 1)]]
-    for name in run.subjects:
-        row = [_escaped(name)]
+    for subject in run.subjects:
+        row = [_escaped(subject)]
         if sizes:
-            stored = sizes[1][name]
+            stored = sizes[1][subject]
             row += [bytes_text(stored), f"{sizes[1][run.plain] / max(1, stored):.2f}x"]
         for task, metric in run.headlines():
-            figure = run.figures(task, metric).get(name)
+            figure = run.figures(task, metric).get(subject)
             if figure is None:
                 row.append("–")
                 continue
@@ -34,7 +35,7 @@ def _run(run: Run) -> str:
             row.append("<br>".join(_escaped(part) for part in parts if part not in ("", "[]")))
         rows.append(row)
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    parts = [f"### {_escaped(run.title)}", table, _source(run, sizes[0] if sizes else None)]
+    parts = [f"### {_escaped(name)}", table, _source(run, sizes[0] if sizes else None)]
     if run.notes:
         parts.append("\n".join(f"- {_paragraph(note)}" for note in run.notes))
     return "\n\n".join(parts)
@@ -46,14 +47,14 @@ def _source(run: Run, tokens: int | None) -> str:
         f"{_escaped(shown_name(task))} {about['items']:,}"
         for task, about in run.metrics["tasks"].items()
     )
-    machine = run.about.get("machine", {})
+    machine, commit = run.about.get("machine", {}), run.about.get("commit")
     where = [
         f"Items: {counts}",
         "in brackets: 95% intervals",
         "differences are from the plain model on the same items",
         *([f"stored: bytes of one row at {tokens:,} tokens in bfloat16"] if tokens else []),
         f"seed {run.metrics['seed']}",
-        f"commit `{_code(run.about.get('commit'))}`",
+        *([] if commit is None else [f"commit `{_code(commit)}`"]),
         f"{_escaped(str(machine.get('gpu') or machine.get('cpu')))}, {machine.get('cores')} cores",
         f"`{_code(run.about.get('command'))}`",
     ]

@@ -96,7 +96,13 @@ def _same(run: Run) -> Iterator[str]:
                 same.setdefault(plan["anchors"] + plan["window"], []).append(name)
         for kept, names in same.items():
             told = f"{shown_name(task)}: every score of {', '.join(names)} is the plain model's."
-            if max(run.lengths.get(task, (0,))) <= kept:
+            lengths = run.lengths.get(task)
+            if lengths is None:
+                told += (
+                    f" Nothing is folded in texts of up to {kept} tokens (anchors and window); how "
+                    "long these are is not known here."
+                )
+            elif max(lengths) <= kept:
                 told += (
                     f" Texts of up to {kept} tokens (anchors and window) are not folded at all; "
                     "longer ones tell more."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,17 @@ def read_run(folder: Path) -> Run:
         other_cost=not ours,
         lengths={t: found for t in metrics["tasks"] if (found := _lengths(folder, metrics, t))},
     )
+
+
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """What each run is called beside the others: its title, and its folder where titles are alike."""
+    titles = [run.title for run in runs]
+    if len(set(titles)) == len(titles):
+        return titles
+    short = [f"{run.folder.resolve().name}: {run.title}" for run in runs]
+    if len(set(short)) == len(short):
+        return short
+    return [f"{run.folder}: {run.title}" for run in runs]
 
 
 def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:

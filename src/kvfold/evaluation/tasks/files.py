@@ -56,11 +56,16 @@ def several_files(settings: TaskSettings, names: Sequence[str]) -> list[DataFile
     """
     folder = named_data(settings)
     if folder is not None and folder.is_file():
-        raise EvaluationError(
-            f"this task needs {len(names)} files, {', '.join(names)}, in a folder of data sets; "
-            f"got the one file {folder}; name the folder"
-        )
+        raise several_needed(folder, names)
     return [data_file(settings, name) for name in names]
+
+
+def several_needed(file: Path, names: Sequence[str]) -> EvaluationError:
+    """The error for one file that is named where a task has several."""
+    return EvaluationError(
+        f"this task needs {len(names)} files, {', '.join(names)}, in a folder of data sets; got "
+        f"the one file {file}; name the folder"
+    )
 
 
 def named_data(settings: TaskSettings) -> Path | None:

@@ -27,7 +27,7 @@ from typing import Any
 from kvfold.errors import CorpusError, EvaluationError, MissingExtraError
 from kvfold.evaluation.encoding import encode
 from kvfold.evaluation.records import Record, file_digest
-from kvfold.evaluation.tasks.files import DATA_VARIABLE, named_data
+from kvfold.evaluation.tasks.files import DATA_VARIABLE, named_data, several_needed
 from kvfold.evaluation.tasks.harness_hints import without_hints
 from kvfold.evaluation.tasks.settings import TaskSettings
 from kvfold.evaluation.tasks.task import Answer, Item, Subject
@@ -290,10 +290,17 @@ class HarnessTask:
 def data_files(settings: TaskSettings, files: Mapping[str, str]) -> dict[str, Path]:
     """Files of the data folder, by split; none where no folder was named: then it is the hub's.
 
-    files: their places in the folder, by split.
+    files: their places in the folder, by split. One file that is named in its place is a task's
+    own; raises `EvaluationError` for it where the task needs several.
     """
     folder = named_data(settings)
-    return {} if folder is None else {split: folder / file for split, file in files.items()}
+    if folder is None:
+        return {}
+    if not folder.is_file():
+        return {split: folder / file for split, file in files.items()}
+    if len(files) > 1:
+        raise several_needed(folder, list(files.values()))
+    return dict.fromkeys(files, folder)
 
 
 def _table(records: Sequence[Record]) -> Any:

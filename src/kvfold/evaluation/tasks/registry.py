@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib import import_module
 from types import MappingProxyType
 
@@ -114,7 +115,9 @@ def check_known(names: Sequence[str]) -> None:
         raise EvaluationError(f"at least one task must be named, of {known}; got none")
     for name in names:
         if name not in MAKERS:
-            raise EvaluationError(f"a task must be one of {known}; got {name!r}; name one of those")
+            near = get_close_matches(name.lower().replace("_", "-"), MAKERS, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "name one of those"
+            raise EvaluationError(f"a task must be one of {known}; got {name[:80]!r}; {remedy}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise EvaluationError(

@@ -36,6 +36,22 @@ def selected(items: Sequence[Some], settings: TaskSettings) -> list[Some]:
     return [items[(2 * n + 1) * len(items) // (2 * count)] for n in range(count)]
 
 
+def _check_room(items: Sequence[Item], positions: int | None) -> None:
+    """Raise `EvaluationError` for a text that is longer than what the model can hold.
+
+    positions: None where nothing is known of it. Figures of such texts would tell of the model's
+    positions, and nothing of the cache.
+    """
+    for item in items:
+        tokens = sum(map(len, item["turns"])) if "turns" in item else len(item.get("ids", ()))
+        tokens = tokens or int(item.get("length", 0))
+        if positions is not None and tokens > positions:
+            raise EvaluationError(
+                f"a text must fit into the {positions:,} positions that this model has; item "
+                f"{item['id']} has {tokens:,} tokens; ask for shorter ones (--lengths)"
+            )
+
+
 def digest(items: Sequence[Item]) -> str:
     """SHA-256 of items as JSON: tells whether two runs asked the same, tokenizer included."""
     text = json.dumps([dict(item) for item in items], sort_keys=True, ensure_ascii=False)
@@ -57,6 +73,7 @@ class SelectedItems:
         self.described = described
         self.batch = self.chunk = of_all.batch
         self._items = selected(every, of_all)
+        _check_room(self._items, of_all.positions)
 
     def settings(self) -> Mapping[str, Any]:
         """What the items are made of, how many they are, and a digest of what is asked."""

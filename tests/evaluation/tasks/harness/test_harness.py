@@ -271,6 +271,15 @@ def test_the_folder_may_be_named_by_the_environment(harness, data, monkeypatch):
     assert gsm8k(TaskSettings(None)).files == gsm8k(TaskSettings(data)).files
 
 
+def test_one_file_may_be_named_in_the_folders_place_where_a_task_has_no_more(data):
+    for name in ("lambada/lambada_test.jsonl", "ifeval/input_data.jsonl"):
+        task = name.partition("/")[0]
+        whole, alone = (made(task, TaskSettings(place)) for place in (data, data / name))
+        assert alone.items() == whole.items() and alone.settings() == whole.settings()
+    with pytest.raises(EvaluationError, match=r"needs 2 files, gsm8k/train\.jsonl, .*one file"):
+        made("gsm8k", TaskSettings(data / "gsm8k/test.jsonl"))
+
+
 def test_too_few_examples_are_refused(data):
     path = data / "gsm8k/train.jsonl"
     path.write_text(path.read_text().splitlines()[0])
