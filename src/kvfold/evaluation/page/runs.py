@@ -221,7 +221,7 @@ def read_run(folder: Path) -> Run:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """What each run is called beside the others: its title, and its folder where titles are alike."""
+    """What each run is called: its title, and its folder too where titles are alike."""
     titles = [run.title for run in runs]
     if len(set(titles)) == len(titles):
         return titles
