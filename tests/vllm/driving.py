@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,3 +106,46 @@ def forget_histories(started: Any) -> None:
     held = [block for block in manager.block_pool.blocks if block.block_hash is not None]
     lost = {block.block_id for block in held if get_group_id(block.block_hash) in whole}
     manager.block_pool.evict_blocks(lost)
+
+
+@dataclass(frozen=True)
+class Visits:
+    """What came of requests at random times: tokens of those that stayed to their end, by number,
+    how many found a prefix, and how many were preempted."""
+
+    tokens: dict[int, list[int]]
+    cached: int
+    preempted: int
+
+
+def come_and_go(started: Any, asked: Sequence[tuple[list[int], int]], seed: int) -> Visits:
+    """Prompts, each with a number of tokens to say, that come at random times; some leave early."""
+    from vllm import SamplingParams
+
+    rng, engine, scheduler = random.Random(seed), started.llm_engine, scheduler_of(started)
+    waiting, there = list(range(len(asked))), set()
+    done: dict[int, Any] = {}
+    preempted: set[str] = set()
+    while waiting or there:
+        for number in waiting[: rng.choice((0, 0, 1, 1, 3))] if len(there) < 8 else ():
+            prompt, count = asked[number]
+            sampling = SamplingParams(
+                max_tokens=count, temperature=0, ignore_eos=True, detokenize=False
+            )
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+            waiting.remove(number)
+            there.add(number)
+        if there and rng.random() < 0.05:
+            leaves = rng.choice(sorted(there))
+            engine.abort_request([str(leaves)])
+            there.remove(leaves)
+        for output in engine.step():
+            if output.finished and int(output.request_id) in there:
+                done[int(output.request_id)] = output
+                there.remove(int(output.request_id))
+        preempted |= {r.request_id for r in scheduler.requests.values() if r.num_preemptions}
+    return Visits(
+        {number: list(output.outputs[0].token_ids) for number, output in done.items()},
+        sum(output.num_cached_tokens > 0 for output in done.values()),
+        len(preempted),
+    )

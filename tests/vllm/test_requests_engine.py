@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from kvfold import attach
 from kvfold.plan import Plan
 
-from .driving import scheduler_of
+from .driving import come_and_go, leave_blocks, scheduler_of
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
@@ -99,3 +101,28 @@ def test_an_answer_ends_where_the_context_is_full(
     (full,) = folded_reference(model, addon, plan, given[:1], 10).tokens
     (whole,) = folded_reference(model, addon, plan, given[1:], 20).tokens
     assert generate(started, given, 20).tokens == [full, whole]
+
+
+def test_requests_that_come_and_go_in_a_small_pool_get_the_runtimes_answers(
+    tiny_folder, random_addon, prompts, engine, folded_reference
+):
+    """They share beginnings of two texts, are preempted, and some leave early."""
+    model, folder = tiny_folder("qwen3")
+    depth = [{"method": "latent", "layers": [4, 5, 6, 7], "rank": 96}]
+    plan = Plan.from_dict({"window": 32, "depth": depth})
+    addon, saved = random_addon(model, plan)
+    texts, ends, rng = prompts((500, 500)), prompts((40,) * 8), random.Random(5)
+    asked = []
+    for _ in range(40):
+        beginning = rng.choice(texts)[: rng.choice((500, 330, 200, rng.randint(5, 500)))]
+        asked.append((beginning + rng.choice(ends)[: rng.choice((1, 3, 40))], rng.randint(1, 20)))
+    settings = {"max_num_batched_tokens": 96, "enable_prefix_caching": True}
+    started = engine(folder, model.config, saved, **settings)
+    managers = scheduler_of(started).kv_cache_manager.coordinator.single_type_managers
+    leave_blocks(started, sum(-(-800 // manager.block_size) for manager in managers))
+    visits = come_and_go(started, asked, seed=5)
+    assert visits.cached > 0 and visits.preempted > 0
+    assert len(visits.tokens) > 30
+    for number, tokens in visits.tokens.items():
+        prompt, count = asked[number]
+        assert folded_reference(model, addon, plan, [prompt], count).tokens == [tokens]
